@@ -4,11 +4,11 @@
     bash benchmarks/gpu.sh --parts padding
     bash benchmarks/gpu.sh --parts overlap sampling
 
-steps: PPO steps, compared with TRL's and with memory limits. A step is: generate, score, values and reference,
-advantages, four epochs of updates. Medians over the steps after the warm-up, peaks of the allocator by phase, and
-`estimate_memory`. padding: tokens computed for each real one, and seconds, of packed and padded micro-batches
-(padding.py). sampling: tokens per second of each backend (backends.py). overlap: completions per second with the next
-rollout sampled beside the updates, on two GPUs (overlap.py).
+steps: PPO steps, compared with those of TRL's trainers and with memory limits. A step is: generate, score, values and
+reference, advantages, four epochs of updates. Medians over the steps after the warm-up, peaks of the allocator by
+phase, and `estimate_memory`. padding: tokens computed for each real one, and seconds, of packed and padded
+micro-batches (padding.py). sampling: tokens per second of each backend (backends.py). overlap: completions per second
+with the next rollout sampled beside the updates, on two GPUs (overlap.py).
 
 Models have Qwen2.5's shapes and random weights; only missing packages are downloaded (never torch). Without
 bitsandbytes, NF4 is replaced by bf16. Each case runs in its own process with a time limit, and one that fails does not
@@ -56,7 +56,7 @@ class Case:
     shape: str
     base: str = "bf16"  # or "nf4"
     reward: str = "bf16"  # a classifier of the same shape; "nf4"; or an "adapter" on the base
-    program: str = "ours"  # or "trl", "padding", "sampling", "overlap"
+    program: str = "ours"  # or "trl", "grpo", "padding", "sampling", "overlap"
     prompt: int = 128
     response: int = 128
     batch: int = 16  # completions of a micro-batch
@@ -75,7 +75,7 @@ class Case:
     @property
     def part(self) -> str:
         """Part of the measurements."""
-        return "steps" if self.program in ("ours", "trl") else self.program
+        return "steps" if self.program in ("ours", "trl", "grpo") else self.program
 
 
 LONG: dict[str, Any] = {
@@ -85,10 +85,11 @@ LONG: dict[str, Any] = {
     "accumulation": 4,
     "reward_batch": 4,
     "checkpointing": True,
+    "warmup": 0,  # a step takes a minute
     "steps": 1,
     "limit": 240,
 }
-QUICK = LONG | {"response": 64}
+QUICK = LONG | {"response": 64, "warmup": 1}
 # most important first, because the time limit may end the run
 CASES = {
     "0.5B NF4, NF4 reward": Case("Qwen2.5-0.5B", reward="nf4", **QUICK),
@@ -96,8 +97,11 @@ CASES = {
     "7B NF4, NF4 reward": Case("Qwen2.5-7B", reward="nf4", bar=16, **LONG),
     "7B NF4, reward adapter": Case("Qwen2.5-7B", reward="adapter", bar=10.5, **LONG),
     "0.5B bf16": Case("Qwen2.5-0.5B"),
+    "0.5B bf16, TRL GRPO": Case("Qwen2.5-0.5B", program="grpo"),
     f"0.5B bf16, TRL {TRL}": Case("Qwen2.5-0.5B", program="trl"),
+    "7B NF4, NF4 reward, TRL GRPO": Case("Qwen2.5-7B", reward="nf4", program="grpo", **LONG),
     "1.5B bf16": Case("Qwen2.5-1.5B"),
+    "1.5B bf16, TRL GRPO": Case("Qwen2.5-1.5B", program="grpo"),
     f"1.5B bf16, TRL {TRL}": Case("Qwen2.5-1.5B", program="trl"),
     "7B bf16": Case("Qwen2.5-7B"),
     "0.5B NF4, short": Case("Qwen2.5-0.5B", base="nf4", reward="nf4"),
@@ -318,7 +322,7 @@ def show(names: list[str], results: dict[str, dict]) -> None:
     titles = " ".join(f"{x:>8}" for x in ("s/step", "peak GB", "reserved", "estimate", "ratio"))
     print(f"\n{'':26} {titles}   phases, s")
     for name in names:
-        ours = results.get(name.split(", TRL")[0]) if CASES[name].program == "trl" else None
+        ours = results.get(name.split(", TRL")[0]) if CASES[name].program in ("trl", "grpo") else None
         compared = ours and ours["status"] == "done" and not ours["smoke"] and results[name]["status"] == "done"
         print(line(name, results[name], ours if compared else None))
     verdicts = {True: "met", False: "NOT MET", None: "not judged (tiny models, no GPU, or not ended)"}

@@ -355,7 +355,7 @@ def overlap(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[s
     return result
 
 
-# ---- TRL's last PPO ----
+# ---- TRL's last PPO, and its GRPO ----
 
 
 def trl(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
@@ -401,6 +401,59 @@ def trl(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, 
         peft_config=LoraConfig(**LORA),
     )
     trainer.train()
+    return of_peer(clock, case)
+
+
+def grpo(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
+    """Steps of TRL's GRPOTrainer, with as many iterations as epochs, on the same weights."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForSequenceClassification
+    from trl import GRPOConfig, GRPOTrainer
+
+    save_models(case.shape, directory)
+    (words, texts), clock = rows(case, directory), Clock(EPOCHS)
+    quantized = {"quantization_config": quantization_of(case)} if case.base == "nf4" else {}
+    scorer = AutoModelForSequenceClassification.from_pretrained(
+        directory / "classifier",
+        dtype=torch.bfloat16,
+        quantization_config=quantization_of(case) if case.reward == "nf4" else None,
+    )
+    trainer = GRPOTrainer(
+        model=str(directory / "base"),
+        reward_funcs=scorer,
+        args=GRPOConfig(
+            str(directory / "run"),
+            use_cpu=not GPU,
+            bf16=True,
+            model_init_kwargs={"dtype": torch.bfloat16, **quantized},
+            per_device_train_batch_size=case.batch,
+            gradient_accumulation_steps=case.accumulation,
+            steps_per_generation=case.accumulation,
+            num_iterations=EPOCHS,
+            num_generations=max(case.batch * case.accumulation // 2, 2),
+            beta=0.05,  # a reference, as PPO has one
+            max_steps=(case.warmup + case.steps) * EPOCHS,
+            max_completion_length=case.response,
+            generation_kwargs={"min_new_tokens": case.response},
+            gradient_checkpointing=case.checkpointing,
+            logging_steps=EPOCHS,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+        processing_class=words,
+        reward_processing_classes=words,
+        callbacks=[clock],
+        peft_config=LoraConfig(**LORA),
+    )
+    trainer.train()
+    return of_peer(clock, case)
+
+
+def of_peer(clock: Clock, case: Case) -> dict[str, Any]:
+    """Seconds of the steps, and peaks of the allocator."""
     peaks = (torch.cuda.max_memory_allocated() / GB, torch.cuda.max_memory_reserved() / GB) if GPU else (None, None)
     return timed(clock.seconds, case) | {"peak_gb": dict(zip(("allocated", "reserved"), peaks, strict=True))}
 
@@ -414,7 +467,8 @@ def say(name: str, status: str, result: dict[str, Any]) -> None:
 def run(name: str, directory: Path, smoke: bool) -> None:
     """Run a case; return its result, or the reason of its failure."""
     case = case_of(name, smoke)
-    program = {"ours": ours, "trl": trl, "padding": padding, "sampling": sampling, "overlap": overlap}[case.program]
+    programs = {"ours": ours, "trl": trl, "grpo": grpo}
+    programs |= {"padding": padding, "sampling": sampling, "overlap": overlap}
     told: dict[str, Any] = {}
 
     def tell(result: dict[str, Any]) -> None:
@@ -422,7 +476,7 @@ def run(name: str, directory: Path, smoke: bool) -> None:
         say(name, "cut short", told)
 
     try:
-        say(name, "done", program(case, directory / case.shape, tell))
+        say(name, "done", programs[case.program](case, directory / case.shape, tell))
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:500]}"
         say(name, "failed", told | {"reason": reason, "errors": traceback.format_exc()[-1500:]})

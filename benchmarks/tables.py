@@ -76,11 +76,23 @@ def correction(measured: dict) -> str:
     return markdown("weights, gap by seed, mean", rows)
 
 
+def gpu(measured: dict) -> str:
+    rows = []
+    for name, run in measured["results"].items():
+        seconds, peaks = run.get("phases_s", {}), run["peak_gb"]
+        cells = [run["median_s"], seconds.get("generate"), seconds.get("update")]
+        cells += [peaks["allocated"], run.get("estimate", {}).get("peak_gb"), peaks["reserved"]]
+        rows.append([name, *("" if x is None else f"{x:.1f}" for x in cells[:3])])
+        rows[-1] += ["" if x is None else f"{x:.2f}" for x in cells[3:]]
+    return markdown("run, seconds per step:, sampling:, updates:, peak GB:, estimated:, reserved:", rows)
+
+
 TABLES = {
     "arena.json": arena.table,
     "backends.json": backends,
     "correction.json": correction,
     "estimate.json": estimate,
+    "gpu.json": gpu,
     "optimum.json": lambda measured: optimum.table(measured["results"]),
     "real.json": real.table,
     "scaling.json": scaling,

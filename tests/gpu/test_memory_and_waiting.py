@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def benchmark():
+def estimates():
     places = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
     sys.path[1:1] = places
     yield importlib.import_module("estimate")
@@ -31,15 +31,15 @@ def needs(quantization):
         pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 
 
-def large(benchmark, **kwargs):
+def large(estimates, **kwargs):
     """Large beside a GPU's workspaces of some tens of MiB: 165 million weights, an update of about 2 GiB."""
-    return benchmark.Case(benchmark.Shape(32000, 1024, 6, 8, 256, 256), **kwargs)
+    return estimates.Case(estimates.Shape(32000, 1024, 6, 8, 256, 256), **kwargs)
 
 
-def both(benchmark, case, directory):
+def both(estimates, case, directory):
     """Bytes at the peak of each phase: measured and estimated."""
-    measured = {name: x * MIB for name, x in benchmark.measure(case, str(directory))["phases"].items()}
-    return measured, benchmark.estimated(case, str(directory)).phases.sum()
+    measured = {name: x * MIB for name, x in estimates.measure(case, str(directory))["phases"].items()}
+    return measured, estimates.estimated(case, str(directory)).phases.sum()
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def both(benchmark, case, directory):
     ],
     ids=["masked", "checkpointing", "accumulation", "NF4"],
 )
-def test_no_update_takes_more_than_was_estimated(benchmark, tmp_path, kwargs):
+def test_no_update_takes_more_than_was_estimated(estimates, tmp_path, kwargs):
     needs(kwargs.get("classifier"))
-    measured, said = both(benchmark, large(benchmark, **kwargs), tmp_path)
+    measured, said = both(estimates, large(estimates, **kwargs), tmp_path)
     assert measured["update"] <= 1.1 * said["update"]
     assert max(measured.values()) == pytest.approx(said.max(), rel=0.1)
 

@@ -31,7 +31,7 @@ NO_CRITIC = {"critic": "none", "advantage_estimator": "reinforce"}
 
 
 @pytest.fixture(scope="module")
-def benchmark():
+def estimates():
     path = ROOT / "benchmarks" / "estimate.py"
     spec = importlib.util.spec_from_file_location("benchmarks_estimate", path)
     module = importlib.util.module_from_spec(spec)
@@ -123,8 +123,8 @@ def test_optimizer_states_equal_those_of_the_optimizer():
 # ---- peaks ----
 
 
-def test_tracker_counts_each_storage_while_it_is_alive(benchmark):
-    with benchmark.Tracker() as tracker:
+def test_tracker_counts_each_storage_while_it_is_alive(estimates):
+    with estimates.Tracker() as tracker:
         x = torch.zeros(1000)
         view = x.view(10, 100)[2:]
         tracker.enter("second")
@@ -152,11 +152,11 @@ def test_tracker_counts_each_storage_while_it_is_alive(benchmark):
     ],
     ids=["fp32", "bf16", "checkpointing", "side"],
 )
-def test_peaks_are_within_a_tenth_of_a_run(benchmark, tmp_path, case):
-    case = benchmark.Case(benchmark.Shape(1024, 128, 3, 8, 32, 32), **case)
-    phases_in_mib = benchmark.measure(case, str(tmp_path))["phases"]
+def test_peaks_are_within_a_tenth_of_a_run(estimates, tmp_path, case):
+    case = estimates.Case(estimates.Shape(1024, 128, 3, 8, 32, 32), **case)
+    phases_in_mib = estimates.measure(case, str(tmp_path))["phases"]
     measured = {name: peak * 2**20 for name, peak in phases_in_mib.items()}
-    estimate = benchmark.estimated(case, str(tmp_path))
+    estimate = estimates.estimated(case, str(tmp_path))
     assert estimate.peak == pytest.approx(max(measured.values()), rel=0.1)
     for phase, peak in estimate.phases.sum().items():
         assert peak == pytest.approx(measured[phase], rel=0.15), phase
@@ -252,8 +252,8 @@ def test_saved_tensors_equal_a_count_by_hand(tmp_path):
 # ---- docs/speed_and_memory.md, benchmarks/README.md ----
 
 
-def test_table_of_the_page_is_current(benchmark):
-    assert benchmark.table() in (ROOT / "docs" / "speed_and_memory.md").read_text()
+def test_table_of_the_page_is_current(estimates):
+    assert estimates.table() in (ROOT / "docs" / "speed_and_memory.md").read_text()
 
 
 def test_benchmark_results_are_within_a_tenth():
@@ -269,12 +269,12 @@ def test_benchmark_results_are_within_a_tenth():
         )
 
 
-def test_benchmark_results_are_current(benchmark, tmp_path):
+def test_benchmark_results_are_current(estimates, tmp_path):
     """The page would be about other formulas if they had changed since."""
-    told = {x["name"]: x["estimated"]["peak"] for x in json.loads(benchmark.RESULTS.read_text())["results"]}
-    assert told.keys() == benchmark.CASES.keys()
-    for name, case in benchmark.CASES.items():
+    told = {x["name"]: x["estimated"]["peak"] for x in json.loads(estimates.RESULTS.read_text())["results"]}
+    assert told.keys() == estimates.CASES.keys()
+    for name, case in estimates.CASES.items():
         if case.shape.vocabulary <= 8192:  # larger ones take seconds to make
             directory = tmp_path / name
-            benchmark.saved_models(case, directory)
-            assert benchmark.estimated(case, str(directory)).peak / 2**20 == pytest.approx(told[name], rel=0.01), name
+            estimates.saved_models(case, directory)
+            assert estimates.estimated(case, str(directory)).peak / 2**20 == pytest.approx(told[name], rel=0.01), name
