@@ -1,4 +1,4 @@
-"""What a CUDA GPU does, in three calls of at most ten minutes:
+"""What a CUDA GPU does, in calls of at most ten minutes, which may leave cases to others:
 
     bash benchmarks/gpu.sh --parts steps
     bash benchmarks/gpu.sh --parts padding

@@ -159,7 +159,8 @@ def quantization_of(case: Case) -> Any:
 
     if case.base != "nf4":
         return None
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    computed = {"bnb_4bit_compute_dtype": torch.bfloat16}  # float32 if nothing is said, which this package replaces
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, **computed)
 
 
 def reward_of(case: Case, directory: Path, loaded: bool) -> Any:

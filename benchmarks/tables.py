@@ -79,6 +79,8 @@ def correction(measured: dict) -> str:
 def gpu(measured: dict) -> str:
     rows = []
     for name, run in measured["results"].items():
+        if run["status"] != "done" or "peak_gb" not in run:
+            continue
         seconds, peaks = run.get("phases_s", {}), run["peak_gb"]
         cells = [run["median_s"], seconds.get("generate"), seconds.get("update")]
         cells += [peaks["allocated"], run.get("estimate", {}).get("peak_gb"), peaks["reserved"]]

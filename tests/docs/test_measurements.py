@@ -41,6 +41,7 @@ def test_benchmark_for_gpus_measures_each_part_and_survives_a_failure(tmp_path):
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("")  # found, but no attention
     cases = ["0.5B bf16, packed, flash attention", "0.5B bf16, packed", "0.5B bf16, padded", "7B NF4, NF4 reward"]
+    cases += ["7B NF4, NF4 reward, TRL GRPO"]
     cases += ["7B NF4, transformers samples", "7B NF4, vLLM samples", "0.5B bf16, overlap"]
     results = tmp_path / "results.json"
     command = [sys.executable, "benchmarks/gpu.py", "--smoke", "--results", str(results), "--cases", *cases]
@@ -56,4 +57,5 @@ def test_benchmark_for_gpus_measures_each_part_and_survives_a_failure(tmp_path):
     ratios = [found[name]["measured"]["computed per real token"] for name in cases[1:3]]
     assert ratios[0] == 1 < ratios[1]
     assert found[cases[3]]["estimate"]["peak_gb"] > 0
-    assert found[cases[4]]["measured"]["tokens/s of many lengths"] > 0
+    assert found[cases[4]]["median_s"] > 0
+    assert found[cases[5]]["measured"]["tokens/s of many lengths"] > 0

@@ -337,7 +337,7 @@ class ActorCritic(nn.Module):
         # torch would copy the projection for each row of last states, which are a slice of the prompts' states
         hook = base.get_output_embeddings().register_forward_pre_hook(lambda head, args: (args[0].contiguous(),))
         try:
-            # a static cache is compiled on a GPU, anew for new forwards
+            # with a static cache, transformers compiles on a GPU, and would again for each forward that is replaced
             with nullcontext() if config.cache_implementation else fused(self.policy, self.policy_adapter):
                 return base.generate(input_ids, attention_mask=attention_mask, generation_config=config, **kwargs)
         finally:
