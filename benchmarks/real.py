@@ -145,7 +145,7 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
             "model_init_kwargs": {"dtype": task.dtype},
             "bf16": task.dtype == "bfloat16",
             "gradient_checkpointing": False,
-            "use_cpu": True,
+            "use_cpu": not torch.cuda.is_available(),
             "report_to": "none",
             "save_strategy": "no",
             "disable_tqdm": True,

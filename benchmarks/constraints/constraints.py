@@ -427,11 +427,12 @@ def fulfilled(text: str, names: list[str], values: list[str]) -> list[bool]:
 
 
 def fresh(text: str) -> float:
-    """Share of a text that is new words, one for every 8 characters, from 0 to 1; a short one counts as 40 characters.
+    """Share of a text that is new words, from 0 to 1: one for every 8 characters, and fewer after 320, as in prose.
 
     Prose has about 1. Repetition, lists of marks and answers of a word or two have less.
     """
-    return min(8 * len(set(re.findall(r"[a-z]{3,}", text.lower()))) / max(len(text), 40), 1)
+    length, new = max(len(text), 40), len(set(re.findall(r"[a-z]{3,}", text.lower())))
+    return min(new / min(length / 8, 40 * (length / 320) ** 0.75), 1)
 
 
 def progress(completions: list, names: list[list[str]], values: list[list[str]], **kwargs) -> list[float]:
