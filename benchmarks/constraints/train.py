@@ -48,12 +48,7 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=64, help="per rollout, a multiple of 4")
     parser.add_argument("--tokens", type=int, default=64, help="of a completion, at most")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=math.inf,
-        help="no rollout begins after them",
-    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no rollout begins after them")
     parser.add_argument("--output_dir", default="runs/constraints")
     options = parser.parse_args()
     args = PPOConfig(
