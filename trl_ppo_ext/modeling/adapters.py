@@ -66,7 +66,7 @@ def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def fused(policy: PeftModel, name: str) -> Iterator[None]:
-    """Compute plain LoRA, gathered, in three operations: PEFT's many take half the time of a forward of few tokens."""
+    """Compute plain LoRA, gathered, in three operations, not PEFT's six: few tokens take as long as their launches."""
     plain = {lora.Linear, getattr(lora, "Linear4bit", lora.Linear)}  # PEFT imports bitsandbytes for the second
     changed = []
     try:
