@@ -3,10 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -14,7 +12,6 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-from peft.tuners import lora
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn, uint8
@@ -62,35 +59,6 @@ def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
     """Parameters of an adapter by their names in the model."""
     parameters = {id(x): (key, x) for key, x in policy.named_parameters()}
     return dict(parameters[id(x)] for x in adapter_weights(policy, name).values())
-
-
-@contextmanager
-def fused(policy: PeftModel, name: str) -> Iterator[None]:
-    """Compute plain LoRA, gathered, in three operations, not PEFT's six: few tokens take as long as their launches."""
-    plain = {lora.Linear, getattr(lora, "Linear4bit", lora.Linear)}  # PEFT imports bitsandbytes for the second
-    changed = []
-    try:
-        for x in policy.modules():
-            if type(x) not in plain or name not in x.lora_A or x.merged or "forward" in vars(x):  # replaced by a hook
-                continue
-            if name not in x.lora_variant and not x.lora_bias[name]:
-                changed.append(x)
-                weights = x.lora_A[name].weight, x.lora_B[name].weight
-                x.forward = partial(_add_product, x.base_layer, *weights, x.scaling[name], {})
-        yield
-    finally:
-        for x in changed:
-            vars(x).pop("forward", None)
-
-
-def _add_product(base: nn.Module, down: Tensor, up: Tensor, scale: float, copies: dict, inputs: Tensor) -> Tensor:
-    """Output of a layer with LoRA; autocast ignores operations in place, so their operands are cast here."""
-    outputs = base(inputs)
-    dtype = outputs.dtype
-    down, up = copies.get(dtype) or copies.setdefault(dtype, (down.to(dtype), up.to(dtype).T))
-    narrow = nn.functional.linear(inputs.to(dtype), down).flatten(0, -2)
-    outputs.view(-1, outputs.shape[-1]).addmm_(narrow.to(dtype), up, alpha=scale)
-    return outputs
 
 
 def add_adapter(policy: PeftModel, name: str, config: PeftConfig, keep_modules: bool = False) -> str:

@@ -29,7 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from trl_ppo_ext.modeling import actor_critic as actor_critic_module
-from trl_ppo_ext.modeling.adapters import fused
+from trl_ppo_ext.modeling.actor_critic import fused
 from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.sequences import Sequences
 

@@ -275,7 +275,7 @@ def test_browser_draws_plots_in_view_without_errors_or_foreign_scripts(tmp_path,
         file.write(json.dumps(completions(40, [row(SCRIPT, prompt=SCRIPT)])) + "\n")
     output = write_report(place, tmp_path / "report.html")
     number = output.read_text().count("data-plot=")
-    for _ in range(3):  # under load Chromium may dump the page before the last plots are drawn
+    for _ in range(8):  # under load Chromium may dump the page before the last plots are drawn
         dom, said = opened(output, tmp_path / "profile", width, height)
         assert said == []
         drawn = dom.count('data-state="drawn"')
