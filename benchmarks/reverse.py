@@ -50,8 +50,8 @@ def in_place(completions: list[str], answer: list[str], **kwargs) -> list[float]
 def warm_base() -> str:
     """Path of the model after it was shown examples, which is done once."""
     if not WARM.exists():
+        import torch
         from datasets import Dataset
-        from torch.cuda import is_available
         from trl import SFTConfig, SFTTrainer
 
         shown = drawn(SHOWN, 1, vocabulary()[len(vocabulary()) // 2 :])
@@ -64,7 +64,7 @@ def warm_base() -> str:
             model_init_kwargs={"dtype": "float32"},
             bf16=False,
             gradient_checkpointing=False,
-            use_cpu=not is_available(),
+            use_cpu=not torch.cuda.is_available(),
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,

@@ -82,7 +82,7 @@ def adapter_layers(policy: PeftModel) -> Iterator[tuple[nn.Module, frozenset[str
 
 @contextmanager
 def fused(policy: PeftModel, name: str) -> Iterator[None]:
-    """Compute plain LoRA, gathered, in three operations, not PEFT's six: few tokens take as long as their launches."""
+    """Compute plain LoRA, whose weights must be gathered, in three operations per layer instead of PEFT's six."""
     plain = {lora.Linear, getattr(lora, "Linear4bit", lora.Linear)}  # PEFT imports bitsandbytes for the second
     changed = []
     try:

@@ -308,7 +308,7 @@ def test_fused_lora_computes_the_products_of_peft(tmp_path, kwargs, autocast, ma
     assert len(replaced) == sum(isinstance(module, LoraLayer) for module in built.modules()) > 0
     assert (expected - base).abs().max() > 0.1
     torch.testing.assert_close(actual, expected, rtol=0, atol=(0.05 if autocast else 1e-5) * expected.abs().max())
-    assert torch.equal(logits(), expected)  # and nothing is left of it
+    assert torch.equal(logits(), expected) and not any("forward" in vars(module) for module in built.modules())
 
 
 @pytest.mark.parametrize("kwargs", [{"use_dora": True}, {"lora_bias": True}, {"init_lora_weights": "pissa"}, None])
@@ -319,6 +319,17 @@ def test_adapters_other_than_plain_lora_are_computed_by_peft(tmp_path, kwargs):
     with fused(built.policy, built.policy_adapter):
         replaced = [module for module in built.modules() if "forward" in vars(module)]
     assert bool(replaced) == ("init_lora_weights" in (kwargs or {}))
+
+
+def test_merged_layers_and_those_with_a_hook_stay_as_they_are(tmp_path):
+    built = actor_critic(tmp_path)
+    merged, hooked, plain, *_ = (module for module in built.modules() if isinstance(module, LoraLinear))
+    merged.merge()
+    hooked.forward = forward = hooked.base_layer.forward
+    with pytest.raises(RuntimeError, match="interrupted"), fused(built.policy, built.policy_adapter):
+        assert "forward" in vars(plain) and "forward" not in vars(merged) and hooked.forward is forward
+        raise RuntimeError("interrupted")
+    assert "forward" not in vars(plain) and hooked.forward is forward
 
 
 def test_sampling_does_without_the_forward_of_peft(tmp_path, monkeypatch):
