@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl_ppo_ext.episodes.transformers import cut_at_stop
 from trl_ppo_ext.modeling import ActorCritic
 from trl_ppo_ext.modeling.critics import Units, new_critic, rewards_so_far
-from trl_ppo_ext.ppo.advantages import DECAY, in_units, of_critic
+from trl_ppo_ext.ppo.advantages import Discounts, in_units, of_critic
+from trl_ppo_ext.ppo.baseline import MEMORY
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.rollouts import Rollout, fit_new
 from trl_ppo_ext.ppo.state import RunState
@@ -55,12 +56,14 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
         # 4. Rewards per token: the KL penalty at every token, the score at the last one.
         rewards = token_scores - run.kl_coef * (kl := old.logprobs - ref_logprobs)
 
-        # 5. Advantages, and targets: outputs are in units of the earlier returns, targets also of this rollout's.
+        # 5. Advantages, and targets: outputs are in units of the earlier returns, targets also of this rollout's. The
+        #    values are weighed by how well they fit the returns, and then subtracted from them.
         if number == 0:  # a new critic begins with a fit to the first returns
             old = old._replace(values=old.values + fit_new(roles.value_head, recorded, rewards, mask, mask))
-        result, seen = of_critic(rewards, old.values, mask, run.returns, is_normalized=True, lam=lam)
-        result = in_units(result, seen, mask)
-        run = run._replace(returns=seen, rewards=run.rewards.add(token_scores, mask, decay=DECAY))
+        discounts = Discounts(gamma=1.0, lam=lam)
+        result, seen = of_critic(rewards, old.values, mask, run.returns, is_normalized=True, discounts=discounts)
+        result = in_units(result, seen)
+        run = run._replace(returns=seen, rewards=run.rewards.add(token_scores, mask, memory=MEMORY))
         data = Rollout(sequences, mask, old.logprobs, result.advantages, old_values=old.values, returns=result.targets)
 
         # 6. Epochs of minibatches of one micro-batch; tokens that became twice or half as likely are clipped.

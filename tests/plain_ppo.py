@@ -43,7 +43,7 @@ class Settings:
     advantage_estimator: str | None = None
     num_generations: int = 1  # completions per prompt
     gamma: float = 1.0
-    lam: float | None = None  # by default 1 if the scores of a rollout are mostly at last tokens, else 0.8
+    lam: float | None = None  # see `default_lambda`
     lam_critic: float = 1.0  # λ of the critic's targets
     lam_length_alpha: float | None = None  # the policy's λ grows with the length
     whiten_advantages: bool | None = None  # by default for "rebn", and with a critic that has no units
@@ -86,20 +86,21 @@ class Settings:
 
 
 class Recent:
-    """Numbers of every rollout so far; those of a rollout weigh 0.8 of those of the next."""
+    """Numbers of every rollout so far; together, earlier ones weigh at most as much as 8 average completions."""
 
     def __init__(self):
-        self.rollouts: list[list[float]] = []
+        self.weighted: list[tuple[float, float]] = []  # weight of each number
 
-    def add(self, rollout: list[float]) -> None:
-        self.rollouts.append(rollout)
+    def add(self, rollout: list[float], completions: int) -> None:
+        before = sum(weight for weight, _ in self.weighted)
+        kept = min(1.0, 8 * len(rollout) / completions / before) if before else 1.0
+        self.weighted = [(kept * weight, x) for weight, x in self.weighted] + [(1.0, x) for x in rollout]
 
     def moments(self) -> tuple[float, float, float]:
         """Total weight, mean and sum of squared deviations."""
-        weighted = [(0.8**age, x) for age, rollout in enumerate(reversed(self.rollouts)) for x in rollout]
-        count = sum(weight for weight, _ in weighted)
-        mean = sum(weight * x for weight, x in weighted) / count
-        return count, mean, sum(weight * (x - mean) ** 2 for weight, x in weighted)
+        count = sum(weight for weight, _ in self.weighted)
+        mean = sum(weight * x for weight, x in self.weighted) / count
+        return count, mean, sum(weight * (x - mean) ** 2 for weight, x in self.weighted)
 
 
 class Units:
@@ -112,19 +113,19 @@ class Units:
         self.returns = Recent()
         self.mean, self.deviation = 0.0, 1.0
 
-    def begin_rollout(self, outcomes: list[float]) -> None:
+    def begin_rollout(self, outcomes: list[float], completions: int) -> None:
         """Before values are read; `outcomes` are the rewards after each token."""
-        if not self.returns.rollouts:
-            self._move(outcomes)
-            self.returns.rollouts.clear()
+        if not self.returns.weighted:
+            self._move(outcomes, completions)
+            self.returns.weighted.clear()
 
-    def end_rollout(self, outcomes: list[float]) -> float:
+    def end_rollout(self, outcomes: list[float], completions: int) -> float:
         """Before the critic learns; returns the new deviation."""
-        self._move(outcomes)
+        self._move(outcomes, completions)
         return self.deviation
 
-    def _move(self, returns: list[float]) -> None:
-        self.returns.add(returns)
+    def _move(self, returns: list[float], completions: int) -> None:
+        self.returns.add(returns, completions)
         count, self.mean, squares = self.returns.moments()
         # equal returns have no unit, and one below the rounding of returns would be noise
         self.deviation = max(math.sqrt(squares / count), 1e-4 * abs(self.mean)) if squares else 1.0
@@ -164,6 +165,8 @@ class Models:
     units: Units = field(default_factory=Units)  # of the value head
     token_scores: Recent = field(default_factory=Recent)  # in whose units the side network reads rewards
     first_fit: Tensor | None = None  # weights of what `seen_first` has
+    told_earlier: float = 0.0  # squares of scores around what is usual, before last tokens
+    told_last: float = 0.0
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, which begins with "policy" for those of the policy."""
@@ -191,7 +194,8 @@ class Sample:
     old: "Outputs | None" = None  # under the policy that sampled
     learn: bool = True  # False: excluded from the policy's loss and from whitening; a critic learns if it has a score
     rewards: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)  # of the critic when the completion was sampled
+    values: list[float] = field(default_factory=list)  # of the critic when the completion was sampled, or the baseline
+    explains: list[float] = field(default_factory=list)  # the part of them that differs between tokens
     advantages: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)  # targets of the critic
     outcomes: list[float] = field(default_factory=list)  # Monte Carlo returns
@@ -221,7 +225,7 @@ class Outputs(NamedTuple):
 
 def earned_rewards(sample: Sample, recent: Recent) -> list[float]:
     """Mean reward of the tokens before each one, in units of earlier rollouts; 0 while there are none."""
-    if not recent.rollouts:
+    if not recent.weighted:
         return [0.0] * len(sample.ids)
     count, mean, squares = recent.moments()
     deviation = max(math.sqrt(squares / count), 1e-4 * abs(mean)) if squares else 1.0
@@ -348,6 +352,53 @@ def fit_new(models: Models, samples: list[Sample], s: Settings) -> None:
         sample.old = sample.old._replace(predictions=sample.old.predictions + sample.old.seen @ models.first_fit)
 
 
+def usual_scores(samples: list[Sample]) -> list[float]:
+    """Mean score at each position: of the completions that go on after it, or else of those that end there."""
+    means = []
+    for t in range(max(len(sample.ids) for sample in samples)):
+        going_on = [sample.scores_at_tokens()[t] for sample in samples if len(sample.ids) > t + 1]
+        ending = [sample.scores_at_tokens()[t] for sample in samples if len(sample.ids) == t + 1]
+        means.append(statistics.mean(going_on or ending))
+    return means
+
+
+def default_lambda(models: Models, samples: list[Sample]) -> float:
+    """0.8 if, over the run, scores vary more before last tokens than at them; else 1. Each token may have a score."""
+    means = usual_scores(samples)
+    for sample in samples:
+        *before, last = [(x - mean) ** 2 for x, mean in zip(sample.scores_at_tokens(), means)]
+        models.told_earlier += sum(before)
+        models.told_last += last
+    return 0.8 if models.told_earlier > models.told_last else 1.0
+
+
+def covariance(xs: list[float], ys: list[float]) -> float:
+    """Mean product of deviations."""
+    x_mean, y_mean = statistics.mean(xs), statistics.mean(ys)
+    return statistics.mean((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys))
+
+
+def baseline(models: Models, sample: Sample, samples: list[Sample]) -> tuple[list[float], float]:
+    """R̄ + α·(V − V̄) and α, fitted to the other samples. α is 0 if V explains less than thrice the chance."""
+    others = [other for other in samples if other is not sample]
+    returns = [x for other in others for x in other.outcomes]
+    values = [x for other in others for x in other.values]
+    varies, common = covariance(values, values), covariance(returns, values)
+    weight = min(max(common / varies, 0.0), 1.0) if varies else 0.0
+    lengths = [len(other.ids) for other in others]
+    by_chance = 3 * sum(n**2 for n in lengths) / sum(lengths) ** 2 * covariance(returns, returns)
+    explained = weight * common
+    weight = weight * max(0.0, 1 - (by_chance / explained) ** 2) if explained > 0 else 0.0
+    # earlier rollouts are 8 average samples more, if there are so many
+    mean, before = statistics.mean(returns), models.units.returns.weighted
+    if before:
+        count, earlier, _ = models.units.returns.moments()
+        count = min(count, 8 * len(returns) / len(others))
+        mean = (mean * len(returns) + earlier * count) / (len(returns) + count)
+    center = statistics.mean(values)
+    return [mean + weight * (value - center) for value in sample.values], weight
+
+
 def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> None:
     """GAE, with a λ for the policy's advantages and one for the critic's targets; both in the critic's units."""
     units = models.units
@@ -355,14 +406,19 @@ def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> 
         sample.outcomes = gae(sample.rewards, [0.0] * len(sample.ids), s.gamma, 1.0)
     outcomes = [x for sample in samples for x in sample.outcomes]
     if s.normalize_values:
-        units.begin_rollout(outcomes)
+        units.begin_rollout(outcomes, len(samples))
     if s.critic == "side" and models.first_fit is None:
         fit_new(models, samples, s)
-    earlier = sum(abs(x) for sample in samples for x in sample.scores_at_tokens()[:-1])
-    ends_only = earlier <= sum(abs(sample.scores_at_tokens()[-1]) for sample in samples)
-    of_policy = (1.0 if ends_only else 0.8) if s.lam is None else s.lam
+    of_policy = default_lambda(models, samples)
+    if s.lam is not None:
+        of_policy = s.lam
     for sample in samples:
-        sample.values = [units.value(x) for x in sample.old.predictions.tolist()]
+        sample.values = sample.explains = [units.value(x) for x in sample.old.predictions.tolist()]
+    if s.normalize_values:
+        for sample, (values, weight) in [(sample, baseline(models, sample, samples)) for sample in samples]:
+            sample.explains = [weight * value for value in sample.values]
+            sample.values = values
+    for sample in samples:
         # a longer completion has a λ closer to 1, so that its first tokens feel the score at its end
         alpha = s.lam_length_alpha
         lam = of_policy if alpha is None else max(0.0, 1 - 1 / (alpha * len(sample.ids)))
@@ -370,12 +426,10 @@ def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> 
         targets = gae(sample.rewards, sample.values, s.gamma, s.lam_critic)
         sample.returns = [advantage + value for advantage, value in zip(targets, sample.values)]
     if s.normalize_values:
-        advantages, unit = [x for sample in samples for x in sample.advantages], units.end_rollout(outcomes)
-        # a critic that is worse than a constant one has its errors scaled down to those of the recent mean
-        spread = statistics.mean((x - units.mean) ** 2 for x in outcomes)
-        share = min(1.0, math.sqrt(spread / statistics.mean(x**2 for x in advantages)))
+        unit = units.end_rollout(outcomes, len(samples))
         for sample in samples:
-            sample.advantages, sample.unit = [share * x / unit for x in sample.advantages], sample.unit * unit
+            sample.advantages = [x / unit for x in sample.advantages]
+            sample.unit = sample.unit * unit
 
 
 @torch.no_grad()
@@ -402,7 +456,7 @@ def collect(models: Models, samples: list[Sample], s: Settings) -> None:
                 sample.advantages = [advantage] * len(sample.ids)
     else:
         advantages_of_critic(models, scored, s)
-    models.token_scores.add([x for sample in scored for x in sample.scores_at_tokens()])
+    models.token_scores.add([x for sample in scored for x in sample.scores_at_tokens()], len(scored))
     if s.whiten_advantages:
         unit = deviation([sample.advantages for sample in learned])
         for sample, advantages in zip(learned, whiten([sample.advantages for sample in learned])):

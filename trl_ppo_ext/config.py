@@ -244,8 +244,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     critic_learning_rate: float | None = number(None, above=0)
     """Learning rate of the critic. Defaults to 1e-3 for `critic="side"`, else to `learning_rate`."""
     normalize_values: bool | None = None
-    """Whether values are predicted in units of a running mean and deviation of the returns, so that nothing depends on
-    the rewards' scale. Defaults to `True` with a critic."""
+    """Whether values are predicted in units of the returns, so that nothing depends on the rewards' scale, and enter
+    the baseline as far as they fit the returns. Defaults to `True` with a critic."""
     critic_kwargs: dict[str, Any] | str | None = None
     """Rarer settings of a critic: `backprop`, `prompt`, `warmup_steps`, `lam`, `lam_length_alpha`,
     `bootstrap_truncated`. See docs/fields.md."""
@@ -274,8 +274,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     gamma: float = number(1.0, at_least=0, at_most=1)
     """Discount factor."""
     lam: float | None = number(None, at_least=0, at_most=1)
-    """λ of generalized advantage estimation. By default 1 in rollouts whose scores are, by size, mostly at last
-    tokens. Else it falls to 0.8 over a token, or over a turn if they are mostly at ends of turns."""
+    """λ of generalized advantage estimation. By default 1 if the scores of the run so far vary most at the last places
+    of completions, else 0.8 over a place: a token, a step or a turn at whose end a score may enter."""
     whiten_rewards: bool = False
     """Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept."""
     whiten_advantages: bool | None = None

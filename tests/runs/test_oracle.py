@@ -137,6 +137,18 @@ def mean(rows):
     return statistics.mean(x for row in rows for x in row)
 
 
+def explained(pairs):
+    """Share of the outcomes' variance that the values explain."""
+    errors = [outcome - value for outcome, value in pairs]
+    return 1 - statistics.variance(errors) / statistics.variance(outcome for outcome, _ in pairs)
+
+
+def deviations(pairs):
+    """Outcomes and values less their means."""
+    means = [statistics.mean(x) for x in zip(*pairs)]
+    return [tuple(x - mean for x, mean in zip(pair, means)) for pair in pairs]
+
+
 def metrics_of_rollout(samples, is_fitted):
     """Metrics of a rollout, to which the critic was fitted or not, under the names of the log."""
     metrics = {
@@ -147,10 +159,12 @@ def metrics_of_rollout(samples, is_fitted):
         "completions/clipped_ratio": statistics.mean(sample.truncated for sample in samples),
     }
     if samples[0].values:
-        outcomes = [x for sample in samples for x in sample.outcomes]
-        values = [0.0 if is_fitted else value for sample in samples for value in sample.values]
-        errors = [outcome - value for outcome, value in zip(outcomes, values)]
-        metrics["value/explained_variance"] = 1 - statistics.variance(errors) / statistics.variance(outcomes)
+        pairs = [[*zip(sample.outcomes, sample.explains)] for sample in samples]
+        metrics["value/explained_variance"] = 0.0 if is_fitted else explained([x for row in pairs for x in row])
+        # each token is a place: without what the position alone explains
+        at = [[row[t] for row in pairs if len(row) > t] for t in range(LONGEST)]
+        centered = [deviation for column in at for deviation in deviations(column)]
+        metrics["value/explained_variance_without_clock"] = 0.0 if is_fitted else explained(centered)
     return metrics
 
 

@@ -15,7 +15,7 @@ from tiny import config
 from torch.utils.data import BatchSampler
 
 from trl_ppo_ext.data import RolloutSampler
-from trl_ppo_ext.ppo.advantages import in_units, of_critic, of_groups
+from trl_ppo_ext.ppo.advantages import Discounts, in_units, of_critic, of_groups
 from trl_ppo_ext.ppo.batch_plan import BatchPlan, factor_of
 from trl_ppo_ext.ppo.math import (
     Moments,
@@ -60,8 +60,9 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
     mask = torch.rand(rows, width, generator=generator) < 0.5
     rewards, outputs = torch.full((rows, width), score), torch.zeros(rows, width)
     for lam, normalized in itertools.product((0.95, length_adaptive_lambda(mask, 0.05)), (False, True)):
-        result, seen = of_critic(rewards, outputs, mask, Moments(), normalized, 1.0, lam, 0.95)
-        scaled, (white, _) = in_units(result, seen, mask), whiten(result.advantages, mask)
+        discounts = Discounts(1.0, lam, 0.95)
+        result, seen = of_critic(rewards, outputs, mask, Moments(), normalized, discounts)
+        scaled, (white, _) = in_units(result, seen), whiten(result.advantages, mask)
         assert all(x.isfinite().all() for x in (result.advantages, result.returns, scaled.advantages, white))
         assert (white[~mask] == 0).all()
         assert explained_variance(result.values, result.returns, mask).isfinite()

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from ..modeling.critics import Units
 from . import math as ppo_math
+from .baseline import MEMORY, Groups, fit_baseline, means_of_others
 from .math import Moments, Reduction
 
-DECAY = 0.8  # of earlier rollouts in the moments of returns and rewards
-STEPWISE_LAMBDA = 0.8  # over a token or a turn, where rewards come with them
 OVER_GROUPS = {
     "grpo": ppo_math.grpo_advantages,
     "dr_grpo": ppo_math.dr_grpo_advantages,
@@ -25,29 +24,28 @@ class Advantages(NamedTuple):
     advantages: Tensor
     unit: float = 1.0  # by which the advantages are divided, in that of the rewards
     # None without a critic; annotated as present, for the code that has one
-    values: Tensor = None  # type: ignore[assignment]  # in the unit of the rewards
+    values: Tensor = None  # type: ignore[assignment]  # the baseline, in the unit of the rewards
     returns: Tensor = None  # type: ignore[assignment]  # what the values are to predict
     targets: Tensor = None  # type: ignore[assignment]  # the same in the critic's units
-    outcomes: Tensor = None  # type: ignore[assignment]  # Monte Carlo returns, to which values add after cuts only
+    outcomes: Tensor = None  # type: ignore[assignment]  # sums of the rewards that follow
+    observed: Tensor = None  # type: ignore[assignment]  # 1 at outcomes that no limit cut
+    explains: Tensor = None  # type: ignore[assignment]  # what the baseline says of outcomes, but for their mean
+    weights: Tensor | None = None  # [batch, 1 or 2], of the critic and of other completions
 
 
-def default_lambda(token_scores: Tensor, turns: Tensor, all_sum: Reduction = torch.clone) -> tuple[Tensor, Tensor]:
-    """λ of each completion of a rollout, `[batch]`, by where the scores are: over tokens, and over turns.
+class Discounts(NamedTuple):
+    """γ and λ; numbers, or tensors as in [`~ppo_math.gae`]."""
 
-    1 if most, by size, are at last tokens: with a lower one, credit reaches the first tokens only through the critic,
-    after many rollouts. Scores that come with tokens, or with turns, make what follows in an episode noise for a
-    token's credit, and the critic knows its mean: λ falls to `STEPWISE_LAMBDA` over a token, or a turn.
-    """
-    sampled, place = turns.bool(), torch.arange(turns.shape[1], device=turns.device)
-    ends = ppo_math.turn_ends(turns)
-    size, is_earlier = token_scores.abs(), place < (place * sampled).amax(1, keepdim=True)
-    sums = (size * (sampled & ~ends)).sum(), (size * is_earlier).sum(), size.sum(), ends.sum(), sampled.sum()
-    in_turns, earlier, total, num_turns, num_tokens = all_sum(torch.stack([x.to(size) for x in sums])).unbind()
-    share_of_turn = torch.where(in_turns > earlier / 2, 1.0, num_turns / num_tokens)
-    # on the device: the host does not wait for it
-    over_tokens, over_turns = STEPWISE_LAMBDA ** torch.stack([share_of_turn, torch.ones_like(total)])
-    is_stepwise, lam = earlier > total / 2, token_scores.new_ones(len(turns))
-    return torch.where(is_stepwise, over_tokens, lam), torch.where(is_stepwise, over_turns, lam)
+    gamma: float | Tensor = 1.0
+    lam: float | Tensor = 1.0  # of the advantages
+    lam_critic: float | Tensor = 1.0  # of the critic's targets
+
+
+class Cuts(NamedTuple):
+    """Completions that a limit cut, and the critic's outputs for the states after them."""
+
+    is_cut: Tensor  # [batch]
+    outputs: Tensor  # [batch]
 
 
 def of_critic(
@@ -55,53 +53,83 @@ def of_critic(
     outputs: Tensor,  # of the critic; if it is normalized, in units of the returns that were seen
     steps: Tensor,  # 1 at tokens, or first tokens of turns, that have a value
     seen: Moments,  # of the returns of earlier rollouts
-    is_normalized: bool,  # else the critic predicts in the unit of the rewards
-    gamma: float | Tensor = 1.0,
-    lam: float | Tensor = 1.0,  # of the advantages; tensors as in `gae`
-    lam_critic: float | Tensor = 1.0,  # of the targets
-    outputs_after: Tensor | None = None,  # [batch], for the states after completions
-    is_cut: Tensor | None = None,  # [batch], completions after which these outputs stand for the rest
+    is_normalized: bool,  # else the critic predicts in the unit of the rewards, and its values are the baseline
+    discounts: Discounts = Discounts(),
+    cuts: Cuts | None = None,
+    groups: Groups = Groups(),
+    ordinary: Tensor | None = None,  # [batch], completions that enter units; all by default
     all_sum: Reduction = torch.clone,
 ) -> tuple[Advantages, Moments]:
-    """GAE with the values of a critic, and the moments with the Monte Carlo returns of this rollout.
+    """GAE with the baseline of a critic, and the moments with the returns of this rollout.
 
     Source: https://huggingface.co/papers/1506.02438, https://huggingface.co/papers/2503.01491 (decoupled λ)
     """
+    gamma, lam, lam_critic = discounts
+
+    # 1. What was paid after each token. No value enters: neither units nor a critic's quality depend on it.
     nothing = torch.zeros_like(rewards)
+    _, outcomes = ppo_math.gae(rewards, nothing, steps, gamma, 1.0)
+    observed = steps
+    if cuts is not None:
+        ended = steps & ~cuts.is_cut[:, None]
+        any_ended = all_sum(ended.sum()) > 0
+        observed = torch.where(any_ended, ended, steps)
+    enters = steps if ordinary is None else steps & ordinary[:, None]
+    seen_after = seen.add(outcomes, enters, all_sum, MEMORY)
 
-    def outcomes(after: Tensor | None = None) -> Tensor:
-        return ppo_math.gae(rewards, nothing, steps, gamma, 1.0, after)[1]
-
-    # 1. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of its first rollout.
+    # 2. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of its first rollout.
     units = Units()
     if is_normalized:
-        units = Units.of(seen if seen.weight else seen.add(outcomes(), steps, all_sum, DECAY))
-    values, after = units.values(outputs) * steps, None
-    if outputs_after is not None and is_cut is not None:
-        after = units.values(outputs_after) * is_cut
+        units = Units.of(seen if seen.weight else seen_after)
+    values = units.values(outputs) * steps
+    after = None if cuts is None else units.values(cuts.outputs)
 
-    # 2. Advantages for the policy and returns for the critic, each with its λ.
+    # 3. The baseline: values, and scores of the prompt's other completions, as far as they fit the outcomes.
+    explains, weights = values, None
+    if is_normalized:
+        predictors = values[..., None]
+        after_predictors = None if after is None else after[:, None, None]
+        if groups.size > 1:
+            others = means_of_others(rewards.sum(1), observed.any(1), groups)
+            predictors = torch.stack([values, others[:, None].expand_as(values)], -1)
+            if after is not None:
+                after_predictors = torch.stack([after, others], -1)[:, None]
+        baseline = fit_baseline(outcomes, predictors, observed & enters, seen, groups)
+        weights = baseline.weights
+        explains = baseline.explains(predictors)
+        values = baseline.at(predictors) * steps
+        if after_predictors is not None:
+            after = baseline.at(after_predictors)[:, 0]
+    if cuts is not None and after is not None:
+        after = after * cuts.is_cut
+
+    # 4. Advantages for the policy and returns for the critic, each with its λ.
     advantages, returns = ppo_math.gae(rewards, values, steps, gamma, lam, after)
     if isinstance(lam, Tensor) or lam_critic != lam:
         _, returns = ppo_math.gae(rewards, values, steps, gamma, lam_critic, after)
 
-    # 3. The critic learns in units with this rollout's Monte Carlo returns, which do not depend on its own values.
-    observed = outcomes(after)
-    seen = seen.add(observed, steps, all_sum, DECAY)
-    targets = (Units.of(seen) if is_normalized else Units()).targets(returns) * steps
-    return Advantages(advantages, 1.0, values, returns, targets, observed), seen
+    # 5. The critic learns in units with this rollout's returns.
+    new_units = Units.of(seen_after) if is_normalized else Units()
+    targets = new_units.targets(returns) * steps
+    result = Advantages(
+        advantages,
+        values=values,
+        returns=returns,
+        targets=targets,
+        outcomes=outcomes,
+        observed=observed,
+        explains=explains,
+        weights=weights,
+    )
+    return result, seen_after
 
 
-def in_units(result: Advantages, seen: Moments, steps: Tensor, all_sum: Reduction = torch.clone) -> Advantages:
+def in_units(result: Advantages, seen: Moments) -> Advantages:
     """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
 
-    When the returns hardly vary any more, a critic that lags behind is worse than a constant one: its errors are
-    scaled down to those of the recent mean. A KL in the loss keeps its unit, so that it acts on.
+    A KL in the loss is divided by the same unit.
     """
-    critic_error = ppo_math.masked_mean(result.advantages**2, steps, all_sum)
-    baseline_error = ppo_math.masked_mean((result.outcomes - seen.mean) ** 2, steps, all_sum)
-    share = (baseline_error / critic_error.clamp(min=torch.finfo(critic_error.dtype).tiny)).sqrt().clamp(max=1)
-    return result._replace(advantages=share * result.advantages / seen.unit, unit=seen.unit)
+    return result._replace(advantages=result.advantages / seen.unit, unit=seen.unit)
 
 
 def in_groups_that_differ(scores: Tensor, usable: Tensor, group_size: int, gather: Reduction = torch.clone) -> Tensor:

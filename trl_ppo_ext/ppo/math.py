@@ -27,6 +27,8 @@ SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate",
 LOG_RATIO_BOUND = 20.0
 KL_ERROR_BOUND = 0.2  # of the relative error that a KL coefficient follows, and of its change after a rollout
 UNIT_FLOOR = 1e-4  # of a deviation, as a share of the mean: in the unit of returns that vary less, rounding is large
+OUTLYING = 100.0  # times the squares of all other completions' deviations
+FEWEST = 8  # completions, of which one may be an outlier
 TRUST = 2.0  # factor of a token's probability, per rollout, at which the default clip acts
 
 
@@ -90,6 +92,13 @@ def turn_starts(turns: Tensor) -> tuple[Tensor, Tensor]:
     starts = turns.bool() & (turns != torch.nn.functional.pad(turns[:, :-1], (1, 0)))
     place = torch.arange(turns.shape[1], device=turns.device)
     return starts, (place * starts).cummax(1).values
+
+
+def latest_sampled(mask: Tensor) -> Tensor:
+    """Sampled position at or before each one or, before the first one, the first, `[batch, response]`."""
+    position = torch.arange(mask.shape[1], device=mask.device)
+    first = mask.int().argmax(1, keepdim=True)
+    return (position * mask).cummax(1).values.maximum(first)
 
 
 def turn_ends(turns: Tensor) -> Tensor:
@@ -306,9 +315,7 @@ def token_rewards(token_scores: Tensor, score: Tensor, kl: Tensor, completion_ma
     `token_scores` has the weighted sum of the rewards at the tokens where they enter, and `score`, `[batch]`, is what
     to optimize: their sum if nothing shapes it. Where `completion_mask` is 0 the rewards are 0.
     """
-    place = torch.arange(token_scores.shape[1], device=token_scores.device)
-    # sampled position, at or before each one, or else the first
-    latest = (place * completion_mask).cummax(1).values.maximum(completion_mask.int().argmax(1, keepdim=True))
+    latest = latest_sampled(completion_mask)
     rewards = torch.zeros_like(token_scores).scatter_add(1, latest, token_scores)
     rewards = rewards - kl_coef * _masked(kl, completion_mask)
     last = latest[:, -1]  # EOS, or the token at which the completion was truncated
@@ -372,25 +379,35 @@ def rloo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
 class Moments(NamedTuple):
     """Mean and squared deviations of all values so far, independent of the number of ranks (Chan et al., 1979)."""
 
-    weight: float = 0.0  # number of the values, those of earlier rollouts lowered
+    weight: float = 0.0  # number of the values, lowered for those of earlier rollouts
     mean: float = 0.0
     squares: float = 0.0
 
-    def add(self, x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone, decay: float = 1.0) -> "Moments":
-        """Add a batch, after lowering the weight of earlier ones."""
-        before, old_squares = decay * self.weight, decay * self.squares
+    def add(self, x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone, memory: float | None = None) -> "Moments":
+        """Add a batch, `[batch]` or `[batch, response]`.
+
+        With a `memory`, earlier values weigh at most as much as those of so many rows: a mean that moves quickly
+        must not count as a deviation for long.
+        """
         # float64 if the device has it (Apple's GPUs do not): the sums must not depend on batch sizes
         dtype = torch.float32 if x.device.type == "mps" else torch.float64
+        rows = mask.flatten(1).any(1) if mask.dim() > 1 else mask
         x, mask = x.to(dtype), mask.to(dtype)
-        sums = all_sum(torch.stack([(x * mask).sum(), mask.sum()]))
-        mean = sums[0] / sums[1].clamp(min=1)
+        total, count, num_rows = all_sum(torch.stack([(x * mask).sum(), mask.sum(), rows.to(dtype).sum()]))
+        mean = total / count.clamp(min=1)
         squares = all_sum((mask * (x - mean) ** 2).sum())
-        mean, count, squares = torch.stack([mean, sums[1], squares]).tolist()  # the only wait for the device
+        # the only wait for the device
+        mean, count, num_rows, squares = torch.stack([mean, count, num_rows, squares]).tolist()
         if not count:
-            return Moments(before, self.mean, old_squares)
-        shift, total = mean - self.mean, before + count
-        squares += old_squares + shift**2 * before * count / total
-        return Moments(total, self.mean + shift * count / total, squares)
+            return self
+        before = self.weight
+        if memory is not None:
+            before = min(before, memory * count / num_rows)
+        kept = before / self.weight if self.weight else 0.0
+        shift = mean - self.mean
+        all_weight = before + count
+        squares += kept * self.squares + shift**2 * before * count / all_weight
+        return Moments(all_weight, self.mean + shift * count / all_weight, squares)
 
     @property
     def sample_deviation(self) -> float:
@@ -403,6 +420,28 @@ class Moments(NamedTuple):
         """Standard deviation of the values themselves, but above their rounding; 1 for none, or if all are equal."""
         deviation = math.sqrt(self.squares / self.weight) if self.weight else 0.0
         return max(deviation, UNIT_FLOOR * abs(self.mean)) if deviation else 1.0
+
+
+def outlier(totals: Tensor, counts: Tensor) -> Tensor:
+    """True at the total that is `OUTLYING` times as far, in squares, from the mean of all others as these together.
+
+    `totals` and `counts` are `[batch]`, of all ranks. Nothing is an outlier among equal totals, which have no scale,
+    or among fewer than `FEWEST`.
+    """
+    totals = totals.to(torch.float32 if totals.device.type == "mps" else torch.float64)
+    inside = totals[counts]
+    if len(inside) < FEWEST:
+        return torch.zeros_like(counts)
+    farthest = (totals - inside.median()).abs().masked_fill(~counts, -1).argmax()
+    others = counts.clone()
+    others[farthest] = False
+    mean = totals[others].mean()
+    squares = ((totals[others] - mean) ** 2).sum()
+    is_far = (totals[farthest] - mean) ** 2 > OUTLYING * squares
+    varies = squares > 1e-12 * mean**2 * len(inside)
+    result = torch.zeros_like(counts)
+    result[farthest] = is_far & varies
+    return result
 
 
 def adapt_kl_coef(value: float, measured: float, target: float, horizon: float, completions: int) -> float:

@@ -10,13 +10,15 @@ from ..episodes import Episode
 from ..modeling import TokenScores
 from ..rewards import Scored
 from . import math as ppo_math
-from .advantages import in_groups_that_differ
+from .advantages import Advantages, in_groups_that_differ
 from .math import Reduction
+from .places import explained_without_clock, place_numbers
 
 # first parts of the names that the trainer logs
 RESERVED = frozenset(
     "approx_kl clip_ratio completions empty_steps entropy episodes epoch frac_reward_zero_std grad_norm "
-    "kl kl_coef kl_per_completion lam learning_rate loss monitor nonfinite_completions num_tokens objective ratio "
+    "kl kl_coef kl_per_completion lam learning_rate loss monitor nonfinite_completions num_tokens objective "
+    "outlying_completions ratio "
     "reward reward_std rewards sampling skipped_steps step step_time stopped_early time tokens_per_second tools "
     "total_flos unscored_completions value".split()
 )
@@ -111,6 +113,25 @@ def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduct
         differs = in_groups_that_differ(scored.totals, scored.usable, group_size, gather)
         any_usable = gather(scored.usable).view(-1, group_size).any(1)
         metrics.mean("frac_reward_zero_std", ~differs, any_usable.repeat_interleave(group_size))
+
+
+def log_critic(metrics: Metrics, result: Advantages, places: Tensor, is_new: bool, all_sum: Reduction) -> None:
+    """Log what the baseline explains of the outcomes, with and without the clock, and the weights of its parts.
+
+    A critic that was fitted to these very outcomes (`is_new`) explains nothing yet.
+    """
+    explained: dict[str, Tensor | float] = {"": 0.0, "_without_clock": 0.0}
+    if not is_new:
+        of_outcomes = result.explains, result.outcomes
+        explained[""] = ppo_math.explained_variance(*of_outcomes, result.observed, all_sum)
+        numbers = place_numbers(places)
+        explained["_without_clock"] = explained_without_clock(*of_outcomes, numbers, result.observed, all_sum)
+    for name, share in explained.items():
+        metrics.mean(f"value/explained_variance{name}", share)
+    if result.weights is not None:
+        counts = result.observed.any(1)
+        for name, weights in zip(("critic", "group"), result.weights.unbind(1)):
+            metrics.mean(f"value/weight_of_{name}", weights, counts)
 
 
 def log_completions(

@@ -23,10 +23,21 @@ from ..modeling.critics import SideCritic, Units, rewards_so_far
 from ..rewards.scoring import Reward, Scored, ScoringBatch, guarded, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
-from .advantages import DECAY, default_lambda, in_groups_that_differ, in_units, of_critic, of_groups, to_go
+from .advantages import Cuts, Discounts, in_groups_that_differ, in_units, of_critic, of_groups, to_go
+from .baseline import MEMORY, Groups
 from .guards import SamplerComparison, report_nonfinite, stand_ins
 from .math import Moments, Reduction
-from .metrics import Metrics, check_metric_name, log_completions, log_episodes, log_groups, log_hacking, log_rewards
+from .metrics import (
+    Metrics,
+    check_metric_name,
+    log_completions,
+    log_critic,
+    log_episodes,
+    log_groups,
+    log_hacking,
+    log_rewards,
+)
+from .places import default_lambda, enter_at
 from .state import RunState
 
 logger = logging.get_logger(__name__)
@@ -208,7 +219,8 @@ def collect(
 ) -> tuple[Rollout, RunState, Samples]:
     """Collect one rollout from rows of the dataset, and return it with the state for the next one."""
     args, all_sum, level = roles.args, roles.all_sum, roles.args.advantage_level
-    group_size, gather, rank = args.num_generations, roles.accelerator.gather, roles.accelerator.process_index
+    rank = roles.accelerator.process_index
+    groups = Groups(args.num_generations, roles.accelerator.gather, rank)
 
     # 1. Play, score, and run policy, reference and critic.
     head, new_critic = roles.actor_critic.value_head, new_side_critic(roles, run)
@@ -223,11 +235,11 @@ def collect(
         response_mask = policy_mask if args.critic == "none" else response_mask
     if state.global_step == 0:
         check_scores_are_not_spread(roles, scored, completion_mask)
-    log_groups(metrics, scored, group_size, gather)
+    log_groups(metrics, scored, groups.size, groups.gather)
     if args.drop_equal_groups:
         scores = scored.totals - (args.missing_eos_penalty or 0.0) * ~samples.stopped
-        differs = in_groups_that_differ(scores, usable, group_size, gather)[rank * len(rows) :][: len(rows)]
-        response_mask = policy_mask = policy_mask & differs[:, None]
+        differs = in_groups_that_differ(scores, usable, groups.size, groups.gather)
+        response_mask = policy_mask = policy_mask & groups.own(differs, usable)[:, None]
 
     # 2. Rewards per token, in the unit of the scores or whitened.
     rewards, after = shaped_rewards(roles, samples, run)
@@ -240,41 +252,49 @@ def collect(
     #    its first token. γ and λ count one or the other.
     steps, value_weights = response_mask, None
     starts, first = ppo_math.turn_starts(sequences.turns)
-    counted = response_mask if level == "token" else response_mask & starts
     if level == "turn":
-        rewards, steps = torch.zeros_like(rewards).scatter_add(1, first, rewards), counted
+        rewards = torch.zeros_like(rewards).scatter_add(1, first, rewards)
+        steps = response_mask & starts
         # the critic learns at first tokens, from a mean over turns
         count, turns = all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
         value_weights = steps * (count / turns.clamp(min=1))
     if head is not None:
-        gamma, lam, lam_critic = discounts(roles, scored.tokens, sequences.turns, counted, usable, metrics)
+        # one completion far from all others must not set the units of the others
+        ordinary = usable & ~outlying(scored.totals, usable, groups)
+        metrics.total("outlying_completions", usable & ~ordinary)
+        discounts, after, places = discounts_of(roles, samples, ordinary, run, after, metrics)
         if new_critic is not None:
-            order = torch.cat(micro_batches(args, sequences)).to(steps.device)
-            signals = rewards[order], steps[order], completion_mask[order], (gamma * torch.ones_like(rewards))[order]
-            fitted = fit_new(new_critic, recorded, *signals, all_sum)
-            tokens = tokens._replace(values=tokens.values + fitted[order.argsort()])
-        is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
-        after_cuts = outputs_after(roles, samples, run), is_cut.to(steps.device, non_blocking=True)
-        of_run = run.returns, head.is_normalized
+            tokens = tokens._replace(
+                values=tokens.values + first_fit(roles, new_critic, recorded, samples, rewards, steps, discounts)
+            )
         result, returns = of_critic(
-            rewards, tokens.values, steps, *of_run, gamma, lam, lam_critic, *after_cuts, all_sum
+            rewards,
+            tokens.values,
+            steps,
+            run.returns,
+            is_normalized=head.is_normalized,
+            discounts=discounts,
+            cuts=cuts_of(roles, samples, run),
+            groups=groups,
+            ordinary=ordinary,
+            all_sum=all_sum,
         )
-        after = after._replace(returns=returns, rewards=run.rewards.add(scored.tokens, response_mask, all_sum, DECAY))
-        explained: Any = 0.0  # by values that were fitted to these very returns
-        if new_critic is None:
-            explained = ppo_math.explained_variance(result.values, result.outcomes, steps, all_sum)
-        metrics.mean("value/explained_variance", explained)
+        earned = run.rewards.add(scored.tokens, response_mask & ordinary[:, None], all_sum, MEMORY)
+        after = after._replace(returns=returns, rewards=earned)
+        # values that were fitted to these very returns explain nothing yet
+        log_critic(metrics, result, places, is_new=new_critic is not None, all_sum=all_sum)
     elif args.advantage_estimator == "rebn":
         result = to_go(rewards, steps, args.gamma)
     else:
-        result = of_groups(cast(str, args.advantage_estimator), rewards, usable, group_size, gather, rank)
+        estimator = cast(str, args.advantage_estimator)
+        result = of_groups(estimator, rewards, usable, groups.size, groups.gather, rank)
     advantages = result.advantages.gather(1, first) if level == "turn" else result.advantages
     result = result._replace(advantages=advantages * response_mask)
     if args.whiten_advantages:
         advantages, unit = ppo_math.whiten(result.advantages, policy_mask, all_sum)
         result = result._replace(advantages=advantages, unit=unit)
     elif args.normalize_values:
-        result = in_units(result, after.returns, steps, all_sum)
+        result = in_units(result, after.returns)
 
     if args.top_entropy_quantile < 1:
         gained = result.advantages * high_entropies(roles, tokens.entropies, policy_mask)
@@ -289,7 +309,7 @@ def collect(
     metrics.mean("kl_coef", run.kl_coef)
     weights, advantages = samples.sampler_weights, result.advantages
     rollout = Rollout(
-        sequences if samples.excluded is None else stand_ins(sequences, samples.excluded, gather),
+        sequences if samples.excluded is None else stand_ins(sequences, samples.excluded, groups.gather),
         response_mask,
         old_logprobs=tokens.logprobs,
         # PPO's clipped objective is linear in a factor that is not negative
@@ -327,6 +347,24 @@ def new_side_critic(roles: Roles, run: RunState) -> SideCritic | None:
         return None
     head.first_fit.zero_()  # of a first rollout that was abandoned
     return head
+
+
+def first_fit(
+    roles: Roles,
+    critic: SideCritic,
+    recorded: list[Tensor],
+    samples: Samples,
+    rewards: Tensor,
+    steps: Tensor,
+    discounts: Discounts,
+) -> Tensor:
+    """Outputs that a new critic gains from a fit to its first rollout, `[batch, response]`."""
+    # the forwards of step 1 recorded micro-batches in their own order
+    order = torch.cat(micro_batches(roles.args, samples.sequences)).to(steps.device)
+    gamma = discounts.gamma * torch.ones_like(rewards)
+    mask = samples.sequences.completion_mask
+    fitted = fit_new(critic, recorded, rewards[order], steps[order], mask[order], gamma[order], roles.all_sum)
+    return fitted[order.argsort()]
 
 
 def fit_new(
@@ -404,21 +442,60 @@ def with_rewards_so_far(sequences: Sequences, token_scores: Tensor, mask: Tensor
 # ---- parts ----
 
 
-def discounts(
-    roles: Roles, token_scores: Tensor, turns: Tensor, counted: Tensor, usable: Tensor, metrics: Metrics
-) -> tuple[Any, Any, Any]:
-    """γ and λ of the advantages, and λ of the critic's targets; for both levels, those of turns are at their ends."""
+def outlying(totals: Tensor, usable: Tensor, groups: Groups) -> Tensor:
+    """True at the completion whose score is far beyond those of all others of a rollout, `[batch]`."""
+    outlier = ppo_math.outlier(groups.gather(totals), groups.gather(usable))
+    if outlier.any():
+        logger.warning_once(
+            "A score is more than %g times as far from the others as these are from each other in total; it does "
+            "not enter the units of advantages and values. Further ones are counted by `outlying_completions`.",
+            ppo_math.OUTLYING,
+        )
+    return groups.own(outlier, totals)
+
+
+def discounts_of(
+    roles: Roles, samples: Samples, ordinary: Tensor, run: RunState, after: RunState, metrics: Metrics
+) -> tuple[Discounts, RunState, Tensor]:
+    """γ and λ, the state with what the scores tell, and the places where scores enter, `[batch, response]`.
+
+    If both levels count, γ and λ of turns are at their ends.
+    """
     args, options, level = roles.args, roles.args.critic_options, roles.args.advantage_level
-    alpha, within = options.lam_length_alpha, cast(Any, 1.0)
-    lam: Any = args.lam if alpha is None else ppo_math.length_adaptive_lambda(counted, alpha)
-    if lam is None:
-        within, over_turns = default_lambda(token_scores, turns, roles.all_sum)
-        lam = within if level == "token" else over_turns
-    metrics.mean("lam", lam, usable if isinstance(lam, Tensor) else None)
-    if level != "both":
-        return args.gamma, lam, options.lam
-    gamma, lam_critic = (ppo_math.at_turn_ends(x, turns) for x in (args.gamma, options.lam))
-    return gamma, ppo_math.at_turn_ends(lam, turns, within), lam_critic
+    turns = samples.sequences.turns
+    scores, places = enter_at(samples.scored.tokens, samples.scored.places, turns)
+    information = run.information.add(scores, places, ordinary, roles.all_sum)
+    over_token, over_turn = default_lambda(information, places, turns, roles.all_sum)
+
+    lam: float | Tensor | None = args.lam
+    within: float | Tensor = 1.0
+    if options.lam_length_alpha is not None:
+        counted = turns.bool() & samples.scored.usable[:, None]
+        if level == "turn":
+            counted = counted & ppo_math.turn_starts(turns)[0]
+        lam = ppo_math.length_adaptive_lambda(counted, options.lam_length_alpha)
+    elif lam is None:
+        lam = over_token if level == "token" else over_turn
+        within = over_token
+    metrics.mean("lam", lam, samples.scored.usable if isinstance(lam, Tensor) else None)
+
+    discounts = Discounts(args.gamma, lam, options.lam)
+    if level == "both":
+        discounts = Discounts(
+            ppo_math.at_turn_ends(args.gamma, turns),
+            ppo_math.at_turn_ends(lam, turns, within),
+            ppo_math.at_turn_ends(options.lam, turns),
+        )
+    return discounts, after._replace(information=information), places
+
+
+def cuts_of(roles: Roles, samples: Samples, run: RunState) -> Cuts | None:
+    """Completions that a limit cut where the critic stands for the rest; `None` if no rank has any."""
+    outputs = outputs_after(roles, samples, run)
+    if outputs is None:
+        return None
+    is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
+    return Cuts(is_cut.to(outputs.device, non_blocking=True), outputs)
 
 
 def high_entropies(roles: Roles, entropies: Tensor, mask: Tensor) -> Tensor:

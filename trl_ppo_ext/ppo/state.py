@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .math import Moments
+from .places import Information
 
 
 class RunState(NamedTuple):
@@ -16,6 +17,7 @@ class RunState(NamedTuple):
     scores: Moments = Moments()  # of completions, if they are normalized
     returns: Moments = Moments()  # Monte Carlo returns of recent rollouts
     rewards: Moments = Moments()  # rewards per token of recent rollouts
+    information: Information = Information()  # of scores, by which the default λ is chosen
     played: Tensor = torch.zeros(2, 0)  # [2, rows] episodes of each row, and the sum of their scores, for a curriculum
 
     @property
@@ -30,10 +32,12 @@ class RunState(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers of a checkpoint, which has tensors elsewhere."""
-        return {name: [*x] if isinstance(x, Moments) else x for name, x in self._asdict().items() if name != "played"}
+        fields = {name: x for name, x in self._asdict().items() if name != "played"}
+        return {name: [*x] if isinstance(x, tuple) else x for name, x in fields.items()}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "RunState":
         """Restore the state that [`to_json`] returned."""
-        fields: dict[str, Any] = {name: Moments(*x) if isinstance(x, list) else x for name, x in saved.items()}
+        kinds = {name: Information if name == "information" else Moments for name in saved}
+        fields: dict[str, Any] = {name: kinds[name](*x) if isinstance(x, list) else x for name, x in saved.items()}
         return cls(**fields)

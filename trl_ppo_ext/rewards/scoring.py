@@ -93,6 +93,7 @@ class Scores(NamedTuple):
     """Checked scores of one reward."""
 
     tokens: Tensor  # [batch, response] a plain number is at the last token; NaN if the reward does not apply or failed
+    places: Tensor  # [batch, response] True where the reward may enter: all tokens of a list, or those of pairs
     failures: dict[int, RewardError]  # errors by completion
 
     @property
@@ -118,21 +119,22 @@ def read_scores(name: str, scores: Any, lengths: Sequence[int], nan_is_none: boo
         entries = [RewardError(cause + "it must return a list with one entry per completion.")] * expected
 
     tokens = torch.full((expected, max(lengths)), torch.nan, dtype=torch.float32)  # a reward may set the default
+    places = torch.zeros_like(tokens, dtype=torch.bool)
     failures = {}
     for index, (entry, length) in enumerate(zip(entries, lengths)):
         if isinstance(entry, RewardError):
             failures[index] = entry
         elif entry is not None and not (nan_is_none and isinstance(entry, float | np.floating) and math.isnan(entry)):
             try:
-                tokens[index] = _at_tokens(entry, length, max(lengths))
+                tokens[index], places[index] = _at_tokens(entry, length, max(lengths))
             except ValueError as error:
                 cause, remedy = error.args
                 failures[index] = RewardError(f"The reward `{name}` returned {cause} for completion {index}{remedy}")
-    return Scores(tokens, failures)
+    return Scores(tokens, places, failures)
 
 
-def _at_tokens(entry: Any, length: int, width: int) -> Tensor:
-    """Place the score of one completion at its tokens; an error has a cause and a remedy."""
+def _at_tokens(entry: Any, length: int, width: int) -> tuple[Tensor, Tensor]:
+    """Scores of one completion at its tokens, and where they enter; an error has a cause and a remedy."""
     pairs: Iterable[Any] = [(length - 1, entry)]
     if isinstance(entry, list | tuple) and all(isinstance(pair, list | tuple) for pair in entry):
         pairs = entry
@@ -148,6 +150,7 @@ def _at_tokens(entry: Any, length: int, width: int) -> Tensor:
             remedy = f", which has {length} tokens; return one per token, or (position, reward) pairs."
             raise ValueError(f"{len(entry)} token rewards", remedy)
     tokens = torch.zeros(width, dtype=torch.float32)
+    places = torch.zeros(width, dtype=torch.bool)
     for position, value in pairs:
         number = math.nan
         with suppress(TypeError, ValueError, OverflowError):
@@ -157,7 +160,8 @@ def _at_tokens(entry: Any, length: int, width: int) -> Tensor:
             remedy += f", and at most {LARGEST_SCORE:g} in size."
             raise ValueError(shortened(repr(value), 80), remedy)
         tokens[position] += number
-    return tokens
+        places[position] = True
+    return tokens, places
 
 
 class Scored(NamedTuple):
@@ -165,6 +169,7 @@ class Scored(NamedTuple):
 
     rewards: Tensor  # [batch, rewards] score of each reward; NaN if it does not apply
     tokens: Tensor  # [batch, response] weighted sum of the rewards at their tokens
+    places: Tensor  # [batch, response] True where a reward may enter
     usable: Tensor  # [batch] False if the completion is skipped: a reward failed, or none applies
     failed: Tensor  # [batch, rewards] True if a reward failed
 
@@ -240,7 +245,9 @@ def score_all(
         logger.warning("No reward applies to any of %d completions; nothing is learned from them.", len(batch))
     weighted = [s.tokens.nan_to_num(0.0) * (1.0 if weights is None else weights[i]) for i, s in enumerate(all_scores)]
     usable = ~(failed.any(1) | unscored)
-    scored = Scored(totals, torch.stack(weighted).sum(0) * usable[:, None], usable, failed)
+    tokens = torch.stack(weighted).sum(0) * usable[:, None]
+    places = torch.stack([scores.places for scores in all_scores]).any(0)
+    scored = Scored(totals, tokens, places, usable, failed)
     return Scored(*(x.to(device, non_blocking=True) for x in scored))
 
 

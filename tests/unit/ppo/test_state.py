@@ -8,13 +8,14 @@ import torch
 
 from trl_ppo_ext.modeling.critics import Units
 from trl_ppo_ext.ppo.math import Moments, adapt_kl_coef
+from trl_ppo_ext.ppo.places import Information
 from trl_ppo_ext.ppo.state import RunState
 
 MASK = torch.ones(4, 10, dtype=torch.bool)
 
 
-def add(moments, x, mask=MASK, decay=1.0, all_sum=torch.clone):
-    return moments.add(x, mask, all_sum, decay)
+def add(moments, x, mask=MASK, memory=None, all_sum=torch.clone):
+    return moments.add(x, mask, all_sum, memory)
 
 
 # ---- moments
@@ -34,13 +35,24 @@ def test_moments_in_parts_equal_those_of_all_values(shift):
     assert moments.unit == pytest.approx(max(deviation, 1e-4 * shift), rel=1e-6)
 
 
-def test_earlier_moments_decay():
+def test_earlier_moments_weigh_as_much_as_the_rows_of_the_memory():
     first, second = torch.randn(4, 10), torch.randn(4, 10) + 5
-    moments = add(add(Moments(), first), second, decay=0.8)
-    total = 40 * 1.8
-    mean = (0.8 * first.sum() + second.sum()) / total
-    variance = (0.8 * ((first - mean) ** 2).sum() + ((second - mean) ** 2).sum()) / total
+    moments = add(add(Moments(), first), second, memory=3)
+    share = 3 * 10 / 40  # three rows of ten values, of four
+    total = 40 * (1 + share)
+    mean = (share * first.sum() + second.sum()) / total
+    variance = (share * ((first - mean) ** 2).sum() + ((second - mean) ** 2).sum()) / total
     assert (moments.mean, moments.unit) == pytest.approx((mean.item(), variance.sqrt().item()), rel=1e-5)
+    few = add(add(Moments(), first), second, memory=100)
+    assert few == pytest.approx(add(add(Moments(), first), second))  # no more than there was
+
+
+def test_unit_follows_returns_that_improve_quickly():
+    """A reward that rises from -300 to -60 in a rollout: its spread, not that of the rise, is the unit."""
+    moments = Moments()
+    for mean, spread in ((-300, 60), (-60, 20), (-30, 11), (-25, 11)):
+        moments = add(moments, mean + spread * torch.randn(64, 90), torch.ones(64, 90).bool(), memory=8)
+    assert moments.unit < 2 * 11  # 113 with the shift between five rollouts
 
 
 def test_masked_values_never_count():
@@ -56,8 +68,9 @@ def test_moments_of_ranks_equal_those_of_one_process():
     x, other = torch.randn(2, 4, 10, dtype=torch.float64)
     whole = add(Moments(), torch.cat([x, other]), MASK.repeat(2, 1))
 
-    def all_sum(own):  # what the other rank adds: count and sum, then squares around the shared mean
-        return own + (torch.stack([other.sum(), MASK.sum()]) if own.ndim else ((other - whole.mean) ** 2).sum())
+    def all_sum(own):  # what the other rank adds: sum and counts, then squares around the shared mean
+        counts = torch.stack([other.sum(), MASK.sum(), torch.tensor(4)])
+        return own + (counts if own.ndim else ((other - whole.mean) ** 2).sum())
 
     assert add(Moments(), x, all_sum=all_sum) == pytest.approx(whole)
 
@@ -98,7 +111,8 @@ def test_moments_need_no_float64_on_apple_gpus():
 
 
 def test_state_survives_json_bit_for_bit():
-    state = RunState(1 / 3, *(add(Moments(), torch.randn(4, 10)) for _ in range(3)))
+    moments = [add(Moments(), torch.randn(4, 10)) for _ in range(3)]
+    state = RunState(1 / 3, *moments, information=Information(1 / 7, 2 / 7))
     assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 

@@ -120,7 +120,8 @@ def samples(rows=20, text="word", score=1.0):
     tokens = torch.zeros(rows, 2)
     episodes = [Episode("p", [4, 5], completion_ids=[4, 5], starts=[0], completion=text)] * rows
     yes, monitored = torch.ones(rows).bool(), torch.full((rows, 1), float("nan"))
-    scored = Scored(torch.full((rows, 1), score), torch.full((rows, 2), score / 2), yes, torch.zeros(rows, 1))
+    at_tokens, nowhere = torch.full((rows, 2), score / 2), torch.zeros(rows, 2).bool()
+    scored = Scored(torch.full((rows, 1), score), at_tokens, nowhere, yes, torch.zeros(rows, 1))
     batch = ScoringBatch(["p"] * rows, [text] * rows, ids, episodes=episodes)
     sequences = Sequences.from_token_ids(ids, ids, 0, torch.device("cpu"))
     scores = TokenScores(tokens + 1, ref_logprobs=tokens)

@@ -246,7 +246,7 @@ def table(monkeypatch):
 
     def printed(text, names=("reward",), extra=None, encoding="utf-8", messages=()):
         yes = torch.ones(1, dtype=torch.bool)
-        scored = Scored(torch.ones(1, len(names)), torch.ones(1, 1), yes, yes)
+        scored = Scored(torch.ones(1, len(names)), torch.ones(1, 1), yes[:, None], yes, yes)
         episode = Episode(text, [1], completion_ids=[1], starts=[0], messages=list(messages), completion=text)
         batch = ScoringBatch([text], [list(messages) or text], [[1]], episodes=[episode])
         samples = Samples(

@@ -1,0 +1,182 @@
+"""The regression baseline: as good as its best part, and without bias, by enumeration."""
+
+import itertools
+
+import pytest
+import torch
+
+from trl_ppo_ext.ppo.baseline import CAUTION, Groups, fit_baseline, means_of_others
+from trl_ppo_ext.ppo.math import Moments, explained_variance, outlier
+
+
+def fitted(returns, predictors, groups=Groups(), seen=Moments()):
+    """Baseline of one-step completions; `returns` is `[batch]` and `predictors` are `[batch, predictors]`."""
+    mask = torch.ones(len(returns), 1, dtype=torch.bool)
+    baseline = fit_baseline(returns[:, None], predictors[:, None], mask, seen, groups)
+    return baseline.at(predictors[:, None])[:, 0], baseline
+
+
+def residual(returns, baseline):
+    return ((returns - baseline) ** 2).mean() / returns.var(correction=0)
+
+
+def test_weights_are_the_least_squares_of_the_other_completions():
+    torch.manual_seed(0)
+    x = torch.randn(40, 2, dtype=torch.float64) @ torch.tensor([[1.0, 0.5], [0.0, 1.0]]).double()
+    returns = 0.6 * x[:, 0] + 0.3 * x[:, 1] + 0.5 * torch.randn(40, dtype=torch.float64) + 7
+    _, baseline = fitted(returns, x)
+    for row in range(40):
+        others = torch.arange(40) != row
+        centered = x[others] - x[others].mean(0)
+        weights = torch.linalg.solve(centered.T @ centered, centered.T @ returns[others])
+        explained = (centered @ weights).var() / returns[others].var()
+        weights = weights * (1 - (CAUTION * 2 / 39 / explained) ** 2)  # of two predictors and 39 completions
+        torch.testing.assert_close(baseline.weights[row], weights, rtol=1e-4, atol=1e-4)
+        assert baseline.mean[row].item() == pytest.approx(returns[others].mean().item())
+
+
+@pytest.mark.parametrize("sign, weight", [(-1.0, 0.0), (0.2, 1 - (CAUTION / 63 / 0.2) ** 2)])
+def test_weights_stay_between_zero_and_one(sign, weight):
+    """A critic that is wrong in sign gets none, and values too small are not blown up."""
+    returns = torch.randn(64, dtype=torch.float64)
+    _, baseline = fitted(returns, sign * returns[:, None])
+    torch.testing.assert_close(baseline.weights, torch.full((64, 1), weight).double(), rtol=0, atol=1e-6)
+
+
+def test_weights_at_a_bound_are_the_best_of_the_box():
+    torch.manual_seed(1)
+    values = torch.randn(64, dtype=torch.float64)
+    x = torch.stack([values, values + 0.1 * torch.randn(64, dtype=torch.float64)], 1)
+    returns = 1.5 * x[:, 0] - 0.5 * x[:, 1]  # least squares without bounds are 1.5 and -0.5
+    _, baseline = fitted(returns, x)
+    grid = torch.linspace(0, 1, 101).double()
+    for row in (0, 17):
+        others = torch.arange(64) != row
+        y, z = returns[others] - returns[others].mean(), x[others] - x[others].mean(0)
+
+        def loss(weights, y=y, z=z):
+            return ((y - z @ weights) ** 2).sum()
+
+        best = min(loss(torch.stack(pair)) for pair in itertools.product(grid, grid))
+        assert loss(baseline.weights[row]) - best < 0.01 * (y**2).sum()
+        assert loss(torch.ones(2).double()) - best > 0.1 * (y**2).sum()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0, 3.0, 100.0])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0])  # of the prompts' difficulty, beside chance of 1
+def test_baseline_is_never_worse_than_the_best_of_constant_critic_and_group(noise, spread):
+    torch.manual_seed(0)
+    prompts, size = 64, 8
+    difficulty = spread * torch.randn(prompts, 1, dtype=torch.float64).expand(prompts, size).flatten()
+    returns = difficulty + torch.randn(prompts * size, dtype=torch.float64)
+    values = difficulty + noise * torch.randn(prompts * size, dtype=torch.float64)
+    groups = Groups(size)
+    others = means_of_others(returns, torch.ones(prompts * size).bool(), groups)
+    baseline, _ = fitted(returns, torch.stack([values, others], 1), groups)
+    rivals = (returns.mean().expand_as(returns), values, others)
+    assert residual(returns, baseline) < 1.03 * min(residual(returns, rival) for rival in rivals)
+
+
+def test_groups_that_span_ranks_equal_groups_of_one_process():
+    returns, x = torch.randn(12, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
+    whole, _ = fitted(returns, x, Groups(4))
+    sums = []
+    for rank in range(2):  # of two rows each, then of all
+
+        def gather(own, rank=rank):
+            sums.append(own)
+            return own.repeat(2, 1)
+
+        rows = slice(6 * rank, 6 * rank + 6)
+        fitted(returns[rows], x[rows], Groups(4, gather, rank))
+    everyone = torch.cat(sums)
+    parts = [
+        fitted(returns[6 * rank :][:6], x[6 * rank :][:6], Groups(4, lambda own: everyone, rank))[0]
+        for rank in range(2)
+    ]
+    torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def test_mean_of_others_excludes_a_completions_own_score_and_those_that_do_not_count():
+    totals = torch.tensor([1.0, 2.0, 6.0, 5.0, 7.0, 0.0])
+    counts = torch.tensor([True, True, True, True, False, False])
+    means = means_of_others(totals, counts, Groups(3))
+    assert means.tolist() == [4.0, 3.5, 1.5, 3.5, 5.0, 5.0]  # 3.5 is the rollout's, where there is no other
+
+
+@pytest.mark.parametrize("weight", [0.0, 40.0])
+def test_completion_alone_has_the_mean_of_earlier_rollouts(weight):
+    seen = Moments(weight, 3.0 if weight else 0.0, weight)
+    baseline, coefficients = fitted(torch.tensor([5.0]), torch.tensor([[9.0]]), seen=seen)
+    assert baseline.tolist() == [3.0 if weight else 5.0] and not coefficients.weights.any()
+
+
+def test_prediction_that_tells_nothing_has_hardly_ever_a_weight():
+    torch.manual_seed(0)
+    harm = []
+    for _ in range(200):
+        returns, values = torch.randn(2, 64, dtype=torch.float64)
+        mask = torch.ones(64, 24, dtype=torch.bool)
+        of_tokens = returns[:, None].expand(64, 24), values[:, None, None].expand(64, 24, 1)
+        baseline = fit_baseline(*of_tokens, mask)
+        harm.append((explained_variance(baseline.explains(of_tokens[1]), of_tokens[0], mask) < -0.002).item())
+    assert sum(harm) <= 0.05 * len(harm)
+
+
+# ---- bias
+
+CHANCES = torch.tensor([0.2, 0.7]).double()  # of action 1, for each of two prompts
+REWARDS = torch.tensor([[0.0, 3.0], [1.0, -1.0]]).double()  # by prompt and action
+VALUES = torch.tensor([0.4, 2.0]).double()  # of a wrong critic
+
+
+def expected_gradient(prompts, groups, seen):
+    """Expectation, over all actions of a rollout, of the gradient by each prompt's logit."""
+    total = torch.zeros(2).double()
+    prompts = torch.tensor(prompts)
+    for actions in itertools.product((0, 1), repeat=len(prompts)):
+        actions = torch.tensor(actions)
+        chance = torch.where(actions == 1, CHANCES[prompts], 1 - CHANCES[prompts]).prod()
+        returns = REWARDS[prompts, actions]
+        values = VALUES[prompts] + torch.arange(len(prompts)).double() * 0.1
+        predictors = values[:, None]
+        if groups.size > 1:
+            others = means_of_others(returns, torch.ones(len(prompts)).bool(), groups)
+            predictors = torch.stack([values, others], 1)
+        baseline, _ = fitted(returns, predictors, groups, seen)
+        score = actions - CHANCES[prompts]
+        total = total.index_add(0, prompts, chance * (returns - baseline) * score)
+    return total
+
+
+@pytest.mark.parametrize("seen", [Moments(), Moments(8.0, 1.0, 4.0)])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_baseline_has_no_bias(size, seen):
+    """The weights differ with every outcome, but never with that of the completion itself."""
+    prompts = [0, 1, 0, 1] if size == 1 else [0] * size + [1] * size + [0] * size
+    count = torch.tensor([prompts.count(0), prompts.count(1)]).double()
+    true = count * CHANCES * (1 - CHANCES) * (REWARDS[:, 1] - REWARDS[:, 0])
+    torch.testing.assert_close(expected_gradient(prompts, Groups(size), seen), true)
+
+
+# ---- outliers
+
+
+def test_one_score_of_a_million_is_an_outlier():
+    totals = torch.cat([torch.randn(31), torch.tensor([1e6])])
+    assert outlier(totals, torch.ones(32).bool()).nonzero().flatten().tolist() == [31]
+    assert not outlier(totals, totals < 1e5).any()  # it was excluded already
+
+
+@pytest.mark.parametrize("count", [8, 64, 256])
+def test_rare_successes_and_normal_scores_are_no_outliers(count):
+    one = torch.zeros(count)
+    one[3] = 1.0
+    for totals in (
+        one,
+        torch.zeros(count),
+        torch.randn(count),
+        torch.randn(count).exp(),
+        one + 0.1 * torch.randn(count),
+    ):
+        assert not outlier(totals, torch.ones(count).bool()).any()

@@ -1,0 +1,101 @@
+"""Places where scores enter a completion, what scores tell there, and the default λ that follows from it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .math import Reduction, latest_sampled, turn_ends
+
+STEPWISE_LAMBDA = 0.8  # over a place, if scores tell more before the last place of a completion than at it
+MOST_PLACES = 4096  # per completion; later ones share a number, so that tables have one size on all ranks
+
+
+def enter_at(token_scores: Tensor, places: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores and places at sampled tokens, `[batch, response]`; each end of a turn is a place, too."""
+    latest = latest_sampled(turns.bool())
+    scores = torch.zeros_like(token_scores).scatter_add(1, latest, token_scores)
+    counts = torch.zeros_like(turns).scatter_add(1, latest, places.to(turns.dtype))
+    return scores, (counts > 0) & turns.bool() | turn_ends(turns)
+
+
+def place_numbers(places: Tensor) -> Tensor:
+    """Number of the next place at or after each token, from 0, `[batch, response]`."""
+    before = places.long().cumsum(1) - places.long()
+    return before.clamp(max=MOST_PLACES - 1)
+
+
+def means_by_number(x: Tensor, numbers: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
+    """Mean of `x` over the mask and all ranks for each number, `[MOST_PLACES]`; NaN without any."""
+    table = x.new_zeros(MOST_PLACES, dtype=torch.float32 if x.device.type == "mps" else torch.float64)
+    chosen = mask.flatten().to(table.dtype)
+    index = numbers.flatten()
+    totals = table.index_add(0, index, x.flatten().to(table.dtype) * chosen)
+    counts = table.index_add(0, index, chosen)
+    totals, counts = all_sum(torch.stack([totals, counts])).unbind()
+    return totals / counts
+
+
+def explained_without_clock(
+    values: Tensor, returns: Tensor, numbers: Tensor, mask: Tensor, all_sum: Reduction = torch.clone
+) -> Tensor:
+    """Explained variance after subtracting the means of values and returns at each place, a scalar.
+
+    Time to go is no knowledge: where scores come at every turn, returns fall from turn to turn, and a clock explains
+    most of their variance. 0 if returns differ by rounding only.
+    """
+    sums = []
+    for x in (returns, returns - values):
+        means = means_by_number(x, numbers, mask, all_sum)[numbers]
+        squares = ((x - means) ** 2).masked_fill(~mask, 0)
+        sums.append(squares.sum())
+    size = (returns.to(sums[0].dtype) ** 2).masked_fill(~mask, 0).sum()
+    variance, unexplained, size = all_sum(torch.stack([*sums, size])).unbind()
+    return torch.where(variance > 1e-12 * size, 1 - unexplained / variance, 0)
+
+
+class Information(NamedTuple):
+    """Squared distances of scores from what is usual at their place, summed over a run.
+
+    A constant score, e.g. a cost per turn, tells nothing. Usual is the mean of the completions that go on after a
+    place or, if none does, of those that end there: an end that pays is not usual where others go on.
+    """
+
+    earlier: float = 0.0  # before the last place of a completion
+    last: float = 0.0
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether scores tell more before last places than at them."""
+        return self.earlier > self.last
+
+    def add(self, scores: Tensor, places: Tensor, usable: Tensor, all_sum: Reduction = torch.clone) -> "Information":
+        """Add a rollout; `scores` and `places` are `[batch, response]`, `usable` is `[batch]`."""
+        counts = places & usable[:, None]
+        position = torch.arange(places.shape[1], device=places.device)
+        is_last = position == (position * places).amax(1, keepdim=True)
+        numbers = place_numbers(places)
+        of_going_on = means_by_number(scores, numbers, counts & ~is_last, all_sum)
+        of_ending = means_by_number(scores, numbers, counts & is_last, all_sum)
+        usual = torch.where(of_going_on.isnan(), of_ending, of_going_on)[numbers]
+        squares = ((scores - usual) ** 2).masked_fill(~counts, 0)
+        # a distance of rounding is none
+        squares = squares.masked_fill(squares <= 1e-12 * scores**2, 0)
+        sums = torch.stack([(squares * ~is_last).sum(), (squares * is_last).sum()])
+        earlier, last = all_sum(sums).tolist()
+        return Information(self.earlier + earlier, self.last + last)
+
+
+def default_lambda(
+    information: Information, places: Tensor, turns: Tensor, all_sum: Reduction = torch.clone
+) -> tuple[float, float]:
+    """λ over a token, and over a turn.
+
+    1 if scores tell most at last places: with a lower one, credit reaches the first tokens only through the critic,
+    after many rollouts. Otherwise the scores that follow a place are noise for the credit of what came before it, and
+    the critic knows their mean: λ falls to `STEPWISE_LAMBDA` over a place, in equal parts over its tokens.
+    """
+    if not information.is_stepwise:
+        return 1.0, 1.0
+    num_places, num_tokens = all_sum(torch.stack([places.sum(), turns.bool().sum()])).tolist()
+    return STEPWISE_LAMBDA ** (num_places / max(num_tokens, 1)), STEPWISE_LAMBDA
