@@ -405,9 +405,12 @@ def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> 
     for sample in samples:
         sample.outcomes = gae(sample.rewards, [0.0] * len(sample.ids), s.gamma, 1.0)
     outcomes = [x for sample in samples for x in sample.outcomes]
+    is_new = s.critic == "side" and models.first_fit is None
+    if is_new:
+        units.returns.weighted.clear()  # returns that were all equal
     if s.normalize_values:
         units.begin_rollout(outcomes, len(samples))
-    if s.critic == "side" and models.first_fit is None:
+    if is_new and (not s.normalize_values or max(outcomes) > min(outcomes)):
         fit_new(models, samples, s)
     of_policy = default_lambda(models, samples)
     if s.lam is not None:

@@ -188,6 +188,37 @@ def test_new_critic_is_fitted_to_the_first_rollout_that_has_a_score(tmp_path):
     assert first_fit[0] == 0 < first_fit[1]
 
 
+def equal_first(completion_ids, trainer_state, **kwargs):
+    """3.3 for all completions of the first rollout."""
+    return [3.3 if trainer_state.global_step == 0 else 100.0 * ids[0] for ids in completion_ids]
+
+
+def test_new_critic_is_fitted_to_the_first_rollout_whose_scores_differ(tmp_path):
+    settings = {"critic": "side", "kl_coef": 0.0, "num_ppo_epochs": 1, "num_mini_batches": 1, "max_steps": 3}
+    run, seen = trainer(tmp_path / "whole", None, equal_first, save_strategy="steps", save_steps=1, **settings), []
+    run.updates.start = lambda rollout, step, start=run.updates.start: (
+        seen.append((run.actor_critic.value_head.first_fit.clone(), rollout)),
+        start(rollout, step),
+    )
+    run.train()
+    (before, first), (fit, rollout), (later, _) = seen
+    assert not before.any() and fit.any() and torch.equal(later, fit)
+    assert not first.advantages.any() and not first.returns.any()
+
+    # the moments are those of the second rollout alone, so its first values are fitted in its own units
+    mask = rollout.response_mask
+    assert rollout.returns[mask].mean().abs() < 1e-5 and (rollout.returns[mask].std(correction=0) - 1).abs() < 1e-5
+    errors = (rollout.returns - rollout.old_values)[mask]
+    assert errors.square().mean() < rollout.returns[mask].square().mean()
+
+    # a run that resumes between the two ends bit for bit the same
+    again = trainer(tmp_path / "again", None, equal_first, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    for name, x in run.actor_critic.value_head.state_dict().items():
+        assert torch.equal(again.actor_critic.value_head.state_dict()[name], x), name
+    assert again.run_state.returns == run.run_state.returns
+
+
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_first_values_over_turns_are_those_that_the_critic_then_outputs(tmp_path, level):
     run, compared = episodes_run(tmp_path, Ending, advantage_level=level, critic="side"), []

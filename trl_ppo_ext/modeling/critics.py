@@ -102,9 +102,9 @@ class SideCritic(ValueHead):
     A step of Adam moves every weight by the learning rate, and so an output by that times the sum of its inputs. They
     are scaled to the same sum at any width of the policy (https://huggingface.co/papers/2203.03466).
 
-    A new one begins with a linear fit to the returns of its first rollout, which is not trained: training adds to it.
-    With one value for what ends and what goes on, an answer that ends would seem to lose it, and a policy may unlearn
-    EOS in one rollout.
+    A new one begins with a linear fit to the returns of the first rollout in which they differ, which is not trained:
+    training adds to it. With one value for what ends and what goes on, an answer that ends would seem to lose it, and
+    a policy may unlearn EOS in one rollout.
     """
 
     learning_rate = 1e-3

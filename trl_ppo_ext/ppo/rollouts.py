@@ -42,6 +42,8 @@ from .state import RunState
 
 logger = logging.get_logger(__name__)
 
+ROUNDING = 1e-6  # of equal returns in float32, as a share of their mean
+
 
 class Samples(NamedTuple):
     """Completions of a batch of prompts with their scores."""
@@ -224,6 +226,8 @@ def collect(
 
     # 1. Play, score, and run policy, reference and critic.
     head, new_critic = roles.actor_critic.value_head, new_side_critic(roles, run)
+    if new_critic is not None:  # its units begin with this rollout, as its fit does
+        run = run._replace(returns=Moments())
     with ExitStack() as stack:
         recorded = [] if new_critic is None else stack.enter_context(new_critic.recorded())
         samples = sample(roles, rows, run, metrics, state, num_valid=None)
@@ -341,9 +345,13 @@ def shaped_rewards(roles: Roles, samples: Samples, run: RunState) -> tuple[Tenso
 
 
 def new_side_critic(roles: Roles, run: RunState) -> SideCritic | None:
-    """The side critic, if it has not seen a return yet."""
-    head = roles.actor_critic.value_head
-    if roles.args.critic_init is not None or run.returns.weight or not isinstance(head, SideCritic):
+    """The side critic, if all returns so far were equal: there was nothing that it could be fitted to."""
+    head, seen = roles.actor_critic.value_head, run.returns
+    if roles.args.critic_init is not None or not isinstance(head, SideCritic):
+        return None
+    # without units it is fitted to the mean, too
+    was_fitted = seen.squares > seen.weight * (ROUNDING * seen.mean) ** 2 if head.is_normalized else seen.weight
+    if was_fitted:
         return None
     head.first_fit.zero_()  # of a first rollout that was abandoned
     return head
