@@ -21,7 +21,7 @@ from turns import KINDS, WORDS, Guess
 
 RESULTS = Path(__file__).resolve().parent / "results" / "told.json"
 ROLLOUT, ROLLOUTS, SEEDS, RATE = 256, 30, (0, 1, 2, 3, 4), 1e-3
-TOLD = {"reference_prompt": "hidden_state"}
+TOLD = {"reference_prompt": "hidden_state", "kl_placement": "reward"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "reward": {"kl_coef": 0.0},
     "reward, KL 0.05": {"kl_coef": 0.05},

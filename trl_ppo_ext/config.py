@@ -8,6 +8,7 @@ import operator
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from enum import Enum
@@ -215,10 +216,12 @@ class PPOConfig(TRLFields, TrainingArguments):
     kl_coef: float = number(0.0, at_least=0)
     """Coefficient of the KL penalty. 0, which suits rewards that cannot be hacked, skips the reference's forward, and
     the KL is not logged. With a reward model, 0.05 is usual."""
-    kl_estimator: Literal["k1", "k2", "k3", "exact"] = "k1"
-    """Per-token KL: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"` over all tokens."""
-    kl_placement: Literal["reward", "loss", "both"] = "reward"
-    """Apply the KL penalty to the `"reward"` (for k1), the `"loss"`, or `"both"` (for the exact KL)."""
+    kl_estimator: Literal["k1", "k2", "k3", "exact"] | None = None
+    """Per-token KL: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"` over all tokens. Default:
+    `"k1"` in the reward, else `"exact"`."""
+    kl_placement: Literal["reward", "loss", "both"] | None = None
+    """Apply the KL penalty to the `"reward"` (for k1), the `"loss"`, or `"both"` (for the exact KL). Default:
+    `"reward"`; with `reference_prompt` the `"loss"`, except for k1."""
     kl_target: float | None = number(None, above=0)
     """Adapt `kl_coef` to keep the mean KL per completion at this many nats."""
     kl_horizon: int = number(10000, at_least=1)
@@ -348,6 +351,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.cliprange_high = TRUST - 1 if self.cliprange_high is None else self.cliprange_high
             # likelier tokens have no gradient beyond, whatever their advantage: they would hold others back
             self.dual_clip = TRUST if self.dual_clip is None else self.dual_clip
+        if self.kl_placement is None:  # k1 has no gradient in the loss
+            distills = self.reference_prompt is not None and self.kl_estimator != "k1"
+            self.kl_placement = "loss" if distills else "reward"
+        if self.kl_estimator is None:
+            self.kl_estimator = "k1" if self.kl_placement == "reward" else "exact"
         self.uses_reference = self.kl_coef != 0
         self.reward_kl = self.kl_estimator if self.uses_reference and self.kl_placement != "loss" else None
         self.top_k = self.top_k or 0
@@ -552,6 +560,17 @@ class PPOConfig(TRLFields, TrainingArguments):
         """Sizes of a rollout and its parts over this many processes."""
         sizes = self.per_device_train_batch_size, self.gradient_accumulation_steps, cast(int, self.num_mini_batches)
         return BatchPlan(*sizes, self.num_ppo_epochs, self.num_generations, num_processes)
+
+    def without_rewards(self) -> "PPOConfig":
+        """Settings of a run without any reward: with the KL in the loss, a critic has nothing to predict."""
+        sets_critic = {"critic", "advantage_level", *_CRITIC_ONLY} & {*self.changed_fields}
+        if self.reward_kl is not None or self.missing_eos_penalty is not None or sets_critic:
+            return self
+        args = copy(self)
+        args.critic = "none"
+        args.advantage_estimator = "reinforce"
+        args.normalize_values = False
+        return args
 
     @property
     def other_prompts(self) -> dict[str, str]:

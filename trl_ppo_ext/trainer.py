@@ -158,6 +158,8 @@ class PPOTrainer(Trainer):
         environments = Environments(tools, environment_factory, rollout_func)
         given = model, reward_list, monitor_list, args, train_dataset, reward_tokenizers, optimizers[0]
         check_trainer_arguments(*given, quantization_config, peft_config, eval_dataset, environments, curriculum)
+        if not (reward_list or environments.give_rewards):
+            args = args.without_rewards()
         check_trackers(args.report_to)
         files.check_target(args.output_dir, model_id)
         if args.push_to_hub:

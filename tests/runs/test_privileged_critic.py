@@ -201,7 +201,7 @@ def test_secret_reaches_one_role_alone(tmp_path, capsys, role, settings):
     }
 
 
-@pytest.mark.parametrize("settings", [{}, EXACT], ids=["k1 in the reward", "exact"])
+@pytest.mark.parametrize("settings", [{"kl_placement": "reward"}, EXACT], ids=["k1 in the reward", "exact"])
 def test_reference_with_the_prompt_of_the_policy_changes_no_bit(tmp_path, settings):
     runs = []
     for given in ({}, TEACHER):
@@ -219,7 +219,74 @@ def test_reference_with_the_prompt_of_the_policy_changes_no_bit(tmp_path, settin
     assert [x.keys() for x in logs] == [x.keys() for x in other_logs] and logs[:-1] == other_logs[:-1]
 
 
-@pytest.mark.parametrize("settings", [{"kl_placement": "loss", "kl_estimator": "exact"}, {}], ids=str)
+KL_DEFAULTS = [
+    ({}, ("k1", "reward")),
+    ({"kl_placement": "loss"}, ("exact", "loss")),
+    ({"kl_placement": "both"}, ("exact", "both")),
+    ({"kl_estimator": "k3"}, ("k3", "reward")),
+    (TEACHER, ("exact", "loss")),
+    (TEACHER | {"kl_estimator": "k2"}, ("k2", "loss")),
+    (TEACHER | {"kl_estimator": "k1"}, ("k1", "reward")),
+    (TEACHER | {"kl_placement": "reward"}, ("k1", "reward")),
+    (TEACHER | {"kl_placement": "both"}, ("exact", "both")),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), KL_DEFAULTS, ids=str)
+def test_kl_left_open_is_the_one_that_fits_the_rest(tmp_path, caplog, monkeypatch, settings, expected):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    args = config(tmp_path, **settings)
+    assert (args.kl_estimator, args.kl_placement) == expected
+    assert "hardly limits the policy" not in caplog.text
+
+
+def test_distillation_follows_the_gradient_of_the_exact_kl(tmp_path):
+    """With the defaults: the mean over tokens of Σ π·(log π − log π_ref), and nothing else."""
+    settings = {"num_mini_batches": 1, "num_ppo_epochs": 1, "max_steps": 1, "kl_coef": 0.7}
+    run = trainer(tmp_path, None, None, secret_prompts(), **settings, **TEACHER)
+    torch.manual_seed(1)
+    policy = list(run.actor_critic.policy_parameters().values())
+    for x in policy:
+        x.data += 0.2 * torch.randn_like(x)
+    batches, rollouts, compute_loss = [], rollouts_of(run), run.compute_loss
+
+    def recording(model, inputs, **kwargs):
+        loss = compute_loss(model, inputs, **kwargs)
+        batches.append(torch.autograd.grad(loss, policy, retain_graph=True))
+        return loss
+
+    run.compute_loss = recording
+    start = [x.detach().clone() for x in policy]
+    run.train()
+    [(rollout, samples)], [given] = rollouts, batches
+    assert run.state.log_history[0]["kl"] > 0.01 and run.state.log_history[0]["objective"] == 0
+    assert run.actor_critic.value_head is None and not rollout.advantages.any()
+
+    for x, before in zip(policy, start):
+        x.data.copy_(before)
+    model, kls = run.actor_critic.policy, []
+    answers = {text: f"{SECRET} {text}" for text in prompts()["prompt"]}
+    for episode in samples.batch.episodes:
+        told = run.processing_class(answers[episode.prompt])["input_ids"]
+        ours, theirs = (torch.tensor([[*ids, *episode.completion_ids]]) for ids in (episode.prompt_ids, told))
+        response = slice(-len(episode.completion_ids) - 1, -1)
+        logprobs = model(input_ids=ours).logits[0, response].log_softmax(-1)
+        with torch.no_grad(), model.disable_adapter():
+            reference = model(input_ids=theirs).logits[0, response].log_softmax(-1)
+        kls.append((logprobs.exp() * (logprobs - reference)).sum(-1))
+    expected = torch.autograd.grad(0.7 * torch.cat(kls).mean(), policy)
+    for one, two in zip(given, expected):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-6)
+    assert max(x.abs().max() for x in expected) > 1e-3
+
+
+@pytest.mark.parametrize("settings", [{"kl_placement": "reward"}, {"missing_eos_penalty": 1.0}, {"critic": "head"}])
+def test_distillation_has_a_critic_if_there_is_something_to_predict_or_it_is_set(tmp_path, settings):
+    run = trainer(tmp_path, None, None, secret_prompts(), **settings, **TEACHER)
+    assert run.actor_critic.value_head is not None
+
+
+@pytest.mark.parametrize("settings", [{"kl_placement": "loss", "kl_estimator": "exact"}, {"kl_placement": "reward"}])
 def test_reference_that_sees_more_teaches_without_a_reward(tmp_path, caplog, monkeypatch, settings):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     sizes = {"per_device_train_batch_size": 32, "num_mini_batches": 1, "num_ppo_epochs": 1, "max_completion_length": 3}
