@@ -203,7 +203,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     max_reward_failures: float = number(0.5, at_least=0, at_most=1)
     """Maximum share of a rollout's completions for which a reward may fail before the run ends."""
     normalize_rewards: bool = False
-    """Whether to normalize scores by their running mean and standard deviation."""
+    """Whether to normalize scores by their running mean and standard deviation. Rewards before the last token are only
+    scaled, and the mean is that of the rest."""
     missing_eos_penalty: float | None = number(None, at_least=0)
     """Penalty subtracted from the score of a truncated completion."""
     mask_truncated_completions: bool = False

@@ -285,18 +285,40 @@ def test_step_rewards_reach_the_tokens_before_them_only(tmp_path):
 
 
 def test_normalizing_scales_rewards_where_they_enter(tmp_path):
+    """Only the part at last tokens is centered, in every completion alike, also in one without rewards before."""
+
+    def reward(completion_ids, **kwargs):
+        return [
+            [(0, 30.0 * (sum(ids) % 2)), (len(ids) // 2, float(ids[0])), (len(ids) - 1, 0.5 * len(ids))]
+            for ids in completion_ids
+        ]
+
+    plain = {"normalize_values": False, "whiten_advantages": False, "kl_coef": 0.0, "max_steps": 4}
+    built = trainer(tmp_path, reward_funcs=reward, normalize_rewards=True, **plain)
+    rollouts = rollouts_of(built)
+    built.train()
+    seen_totals, seen_ends = torch.tensor([]), torch.tensor([])
+    for rollout, samples in rollouts:
+        last = rollout.response_mask.sum(1, keepdim=True) - 1
+        tokens = samples.scored.tokens
+        ends = tokens.gather(1, last)
+        seen_totals, seen_ends = torch.cat([seen_totals, tokens.sum(1)]), torch.cat([seen_ends, ends])
+        shaped = tokens.scatter_add(1, last, -seen_ends.mean().expand_as(ends)) / seen_totals.std()
+        torch.testing.assert_close(rollout.returns, shaped.flip(1).cumsum(1).flip(1), rtol=1e-4, atol=1e-5)
+
+
+def test_normalizing_leaves_no_reward_at_the_ends_of_what_is_earned_before(tmp_path):
     def reward(completion_ids, **kwargs):
         return [[(0, float(sum(ids)))] for ids in completion_ids]
 
     plain = {"normalize_values": False, "whiten_advantages": False, "kl_coef": 0.0, "max_steps": 1}
-    built = trainer(tmp_path, reward_funcs=reward, normalize_rewards=True, **plain)
+    settings = plain | {"generation_kwargs": {"min_new_tokens": 2}, "lam": 0.8}
+    built = trainer(tmp_path, reward_funcs=reward, normalize_rewards=True, **settings)
     rollouts = rollouts_of(built)
     built.train()
-    (rollout, samples), moments = rollouts[0], built.run_state.scores
-    scores, deviation = samples.scored.totals, moments.sample_deviation
-    torch.testing.assert_close(rollout.returns[:, 0], (scores - moments.mean) / deviation)
-    last = rollout.returns.gather(1, rollout.response_mask.sum(1, keepdim=True) - 1)
-    torch.testing.assert_close(last, torch.full_like(last, -moments.mean / deviation))  # whatever was earned before
+    (rollout, samples), deviation = rollouts[0], built.run_state.scores.sample_deviation
+    torch.testing.assert_close(rollout.returns[:, 0], samples.scored.totals / deviation)
+    torch.testing.assert_close(rollout.returns[:, 1:], torch.zeros_like(rollout.returns[:, 1:]), rtol=0, atol=1e-5)
 
 
 def spread(completion_ids, **kwargs):

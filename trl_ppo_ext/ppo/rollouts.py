@@ -334,9 +334,18 @@ def shaped_rewards(roles: Roles, samples: Samples, run: RunState) -> tuple[Tenso
     args, tokens, scored, after = roles.args, samples.tokens, samples.scored, run
     scores, token_scores, kl = scored.totals, scored.tokens, torch.zeros_like(tokens.logprobs)
     if args.normalize_rewards:
-        after = run._replace(scores=run.scores.add(scores, scored.usable, roles.all_sum))
+        # Only what enters at last tokens is centered: one shift for all completions favors none, and it never jumps,
+        # as a choice between two shifts would. The mean of whole scores would make an end look bad where most of them
+        # is earned before.
+        place = torch.arange(token_scores.shape[1], device=token_scores.device)
+        is_last = place >= (place * samples.sequences.completion_mask).amax(1, keepdim=True)
+        outcomes = (token_scores * is_last).sum(1)
+        after = run._replace(
+            scores=run.scores.add(scores, scored.usable, roles.all_sum),
+            outcomes=run.outcomes.add(outcomes, scored.usable, roles.all_sum),
+        )
         deviation = after.scores.sample_deviation + 1e-8
-        scores, token_scores = (scores - after.scores.mean) / deviation, token_scores / deviation
+        scores, token_scores = (scores - after.outcomes.mean) / deviation, token_scores / deviation
     if args.missing_eos_penalty is not None:
         scores = scores - args.missing_eos_penalty * (~samples.stopped)
     if (kind := args.reward_kl) is not None:

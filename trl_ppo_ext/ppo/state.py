@@ -15,6 +15,7 @@ class RunState(NamedTuple):
 
     kl_coef: float
     scores: Moments = Moments()  # of completions, if they are normalized
+    outcomes: Moments = Moments()  # the part of these that is at last tokens
     returns: Moments = Moments()  # Monte Carlo returns of recent rollouts
     rewards: Moments = Moments()  # rewards per token of recent rollouts
     information: Information = Information()  # of scores, by which the default λ is chosen

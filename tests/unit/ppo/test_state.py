@@ -111,7 +111,7 @@ def test_moments_need_no_float64_on_apple_gpus():
 
 
 def test_state_survives_json_bit_for_bit():
-    moments = [add(Moments(), torch.randn(4, 10)) for _ in range(3)]
+    moments = [add(Moments(), torch.randn(4, 10)) for _ in range(4)]
     state = RunState(1 / 3, *moments, information=Information(1 / 7, 2 / 7))
     assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
