@@ -1,5 +1,6 @@
 """Checks of the arguments of [`PPOTrainer`], and its prompts, before weights are loaded."""
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -115,10 +116,27 @@ def tokenizer_name(model_id: str, peft_config: Any) -> str:
     return peft_config if is_saved else model_id
 
 
+def context_of(config: Any) -> tuple[int | None, str]:
+    """Context in which a token's log-prob does not depend on other rows of a forward, and the reason for its length.
+
+    "dynamic" takes other frequencies for all rows of a forward if one is longer than `max_position_embeddings`, and
+    "longrope" if one is longer than the original ones.
+    """
+    length, reason = getattr(config, "max_position_embeddings", None), ""
+    settings = getattr(config, "rope_parameters", None) or {}
+    for rope in [settings, *settings.values()]:  # one for all layers, or one per type of layer
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind == "longrope" and (original := rope.get("original_max_position_embeddings")):
+            length = min(length or original, original)
+        if kind in ("dynamic", "longrope"):
+            reason = f" (beyond it, the rope scaling {kind!r} changes the log-probs of all rows of a forward)"
+    return length, reason
+
+
 def load_tokenizer(
     model: Any, model_id: str, processing_class: Any, args: PPOConfig
-) -> tuple[PreTrainedTokenizerBase, int | None, int]:
-    """Load and check the policy's tokenizer, and read context length and vocabulary, without loading weights."""
+) -> tuple[PreTrainedTokenizerBase, int | None, str, int]:
+    """Load and check the policy's tokenizer, and read context and vocabulary, without loading weights."""
     if processing_class is None and not model_id:
         raise ValueError("`model` has no name to load a tokenizer from; pass one as `processing_class`.")
     if not isinstance(processing_class, PreTrainedTokenizerBase | None):
@@ -143,7 +161,7 @@ def load_tokenizer(
     if (pad := tokenizer.pad_token_id) >= vocab_size:
         remedy = f"set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}"
         raise ValueError(f"{tokenizer.pad_token!r} has the id {pad}, but the model has {vocab_size} tokens; {remedy}.")
-    return tokenizer, getattr(text_config, "max_position_embeddings", None), vocab_size
+    return tokenizer, *context_of(text_config), vocab_size
 
 
 class Prompts(NamedTuple):
@@ -167,15 +185,16 @@ def read_prompts(
     evaluation: Any,
 ) -> Prompts:
     """Load the tokenizer, and tokenize and check every prompt of the datasets."""
-    tokenizer, context_length, vocab_size = load_tokenizer(model, model_id, processing_class, args)
-    if args.generation_backend == "vllm" and (longest := args.vllm_max_model_length) is not None:
-        context_length = min(context_length or longest, longest)
+    tokenizer, context_length, reason, vocab_size = load_tokenizer(model, model_id, processing_class, args)
+    longest = args.vllm_max_model_length if args.generation_backend == "vllm" else None
+    if longest is not None and longest < (context_length or math.inf):
+        context_length, reason = longest, ""
     if context_length is not None and (environments or args.critic_options.bootstrap_truncated):
         context_length -= 1  # the value of the state after the last token takes one more
     template_kwargs: Any = args.chat_template_kwargs  # parsed by the config if it was a string
     rows = args.plan(args.world_size).prompts if args.max_steps > 0 else 0
     train, template_kwargs = environments.prepare(train, tokenizer, template_kwargs, rows, args.environment_timeout)
-    settings = args, context_length, template_kwargs, vocab_size
+    settings = args, context_length, template_kwargs, vocab_size, reason
 
     def tokenize(dataset: Any, name: str) -> Any:
         if isinstance(dataset, dict):

@@ -240,11 +240,13 @@ def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> di
     return {"tools": tools, **(template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
 
 
-def prompt_limit(max_completion_length: int, context_length: int | None, max_prompt_length: int | None) -> int:
+def prompt_limit(
+    max_completion_length: int, context_length: int | None, max_prompt_length: int | None, reason: str = ""
+) -> int:
     """Tokens of the longest prompt that fits."""
     limit = sys.maxsize if context_length is None else context_length - max_completion_length
     if limit < 1:
-        context = f"the model's context of {context_length} tokens"
+        context = f"the model's context of {context_length} tokens{reason}"
         raise PromptError(f"{max_completion_length=} leaves no room for a prompt in {context}; lower it.")
     return min(limit, max_prompt_length or limit)
 
@@ -305,6 +307,7 @@ def tokenize_prompts(
     context_length: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     vocab_size: int | None = None,
+    reason: str = "",  # for the length of the context
 ) -> Dataset | IterableDataset:
     """Add the token ids of each prompt, and of what other roles read in its place, and check every prompt."""
     # the functions below must not hold `args`: the cache of `datasets` would depend on every field
@@ -314,8 +317,8 @@ def tokenize_prompts(
     dataset = as_dataset(dataset)
     _check_columns(dataset, name, others)
     dataset = dataset.with_format(None)  # token ids are lists
-    limit = prompt_limit(max_completion_length, context_length, max_prompt_length)
-    room = f"the context of {context_length} minus {max_completion_length=} leaves {limit}"
+    limit = prompt_limit(max_completion_length, context_length, max_prompt_length, reason)
+    room = f"the context of {context_length}{reason} minus {max_completion_length=} leaves {limit}"
     if limit == max_prompt_length:
         room = f"{max_prompt_length=}"
     room_for_others = prompt_limit(max_completion_length, context_length, None)
@@ -338,7 +341,7 @@ def tokenize_prompts(
             ids = _ids_of(row.get(column), row, tokenizer, chat_template_kwargs)
             if len(ids) > room_for_others:
                 given = f"The {role}'s prompt has {len(ids)} tokens"
-                raise PromptError(f"{given}, but its context has room for {room_for_others}; shorten it.")
+                raise PromptError(f"{given}, but its context{reason} has room for {room_for_others}; shorten it.")
             encoded[OTHER_PROMPT_IDS[role]] = ids
         return encoded
 
