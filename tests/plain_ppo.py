@@ -115,9 +115,10 @@ class Units:
 
     def begin_rollout(self, outcomes: list[float], completions: int) -> None:
         """Before values are read; `outcomes` are the rewards after each token."""
-        if not self.returns.weighted:
+        before = self.returns.weighted
+        if len({x for _, x in before}) < 2:
             self._move(outcomes, completions)
-            self.returns.weighted.clear()
+            self.returns.weighted = before
 
     def end_rollout(self, outcomes: list[float], completions: int) -> float:
         """Before the critic learns; returns the new deviation."""
@@ -406,8 +407,6 @@ def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> 
         sample.outcomes = gae(sample.rewards, [0.0] * len(sample.ids), s.gamma, 1.0)
     outcomes = [x for sample in samples for x in sample.outcomes]
     is_new = s.critic == "side" and models.first_fit is None
-    if is_new:
-        units.returns.weighted.clear()  # returns that were all equal
     if s.normalize_values:
         units.begin_rollout(outcomes, len(samples))
     if is_new and (not s.normalize_values or max(outcomes) > min(outcomes)):

@@ -136,9 +136,10 @@ def test_new_critic_expects_the_mean_return_after_limits(tmp_path):
     run = episodes_run(tmp_path, Limited, advantage_level="turn", critic="head", **settings)
     rollout, samples = first_rollout(run)
     starts, _ = ppo_math.turn_starts(rollout.response_mask)
-    [mean] = samples.values[starts].unique()
-    assert mean > 1
-    _, expected = ppo_math.gae(starts.float(), samples.values, starts, GAMMA, 0.8, mean.expand(len(starts)))
+    # that of the other episodes, for each
+    means = torch.stack([values[start].unique().squeeze() for values, start in zip(samples.values, starts)])
+    assert (means > 1).all()
+    _, expected = ppo_math.gae(starts.float(), samples.values, starts, GAMMA, 0.8, means)
     torch.testing.assert_close(samples.returns, expected)
 
 
@@ -205,11 +206,10 @@ def test_new_critic_is_fitted_to_the_first_rollout_whose_scores_differ(tmp_path)
     assert not before.any() and fit.any() and torch.equal(later, fit)
     assert not first.advantages.any() and not first.returns.any()
 
-    # the moments are those of the second rollout alone, so its first values are fitted in its own units
+    # its first values are fitted in the units of its targets
     mask = rollout.response_mask
-    assert rollout.returns[mask].mean().abs() < 1e-5 and (rollout.returns[mask].std(correction=0) - 1).abs() < 1e-5
     errors = (rollout.returns - rollout.old_values)[mask]
-    assert errors.square().mean() < rollout.returns[mask].square().mean()
+    assert errors.square().mean() < rollout.returns[mask].var()
 
     # a run that resumes between the two ends bit for bit the same
     again = trainer(tmp_path / "again", None, equal_first, **settings)

@@ -77,10 +77,11 @@ def of_critic(
     enters = steps if ordinary is None else steps & ordinary[:, None]
     seen_after = seen.add(outcomes, enters, all_sum, MEMORY)
 
-    # 2. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of its first rollout.
+    # 2. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of its first rollout,
+    #    and of the next one if all returns were equal, which have no unit.
     units = Units()
     if is_normalized:
-        units = Units.of(seen if seen.weight else seen_after)
+        units = Units.of(seen if seen.varies else seen_after)
     values = units.values(outputs) * steps
     after = None if cuts is None else units.values(cuts.outputs)
 

@@ -7,8 +7,8 @@ The critic's values V, and the mean score M of the other completions of a prompt
 with α and β that fit the returns of this rollout best, by least squares over its tokens. A critic that tells nothing
 gets α = 0, and the baseline is a constant; one that is good gets α = 1, and the baseline is its value. With β = 1 and
 α = 0 it is RLOO's. All five numbers are those of the other prompts of the rollout: a baseline that depended on its
-own return would bias the gradient. A prediction that tells nothing would still seem to explain 1/n of the variance of n
-completions. So α and β are 0 below three times that, and hardly shrink far above.
+own return would bias the gradient. A prediction that tells nothing would still seem to explain 1/n of the variance of
+n completions. So α and β are 0 below three times that, and hardly shrink far above.
 """
 
 from typing import NamedTuple

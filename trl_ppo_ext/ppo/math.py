@@ -27,6 +27,7 @@ SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate",
 LOG_RATIO_BOUND = 20.0
 KL_ERROR_BOUND = 0.2  # of the relative error that a KL coefficient follows, and of its change after a rollout
 UNIT_FLOOR = 1e-4  # of a deviation, as a share of the mean: in the unit of returns that vary less, rounding is large
+ROUNDING = 1e-6  # of equal values in float32, as a share of their mean
 OUTLYING = 100.0  # times the squares of all other completions' deviations
 FEWEST = 8  # completions, of which one may be an outlier
 TRUST = 2.0  # factor of a token's probability, per rollout, at which the default clip acts
@@ -408,6 +409,11 @@ class Moments(NamedTuple):
         all_weight = before + count
         squares += kept * self.squares + shift**2 * before * count / all_weight
         return Moments(all_weight, self.mean + shift * count / all_weight, squares)
+
+    @property
+    def varies(self) -> bool:
+        """Whether the values differ, by more than the rounding of float32."""
+        return self.squares > self.weight * (ROUNDING * self.mean) ** 2
 
     @property
     def sample_deviation(self) -> float:

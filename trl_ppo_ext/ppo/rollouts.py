@@ -42,8 +42,6 @@ from .state import RunState
 
 logger = logging.get_logger(__name__)
 
-ROUNDING = 1e-6  # of equal returns in float32, as a share of their mean
-
 
 class Samples(NamedTuple):
     """Completions of a batch of prompts with their scores."""
@@ -226,8 +224,6 @@ def collect(
 
     # 1. Play, score, and run policy, reference and critic.
     head, new_critic = roles.actor_critic.value_head, new_side_critic(roles, run)
-    if new_critic is not None:  # its units begin with this rollout, as its fit does
-        run = run._replace(returns=Moments())
     with ExitStack() as stack:
         recorded = [] if new_critic is None else stack.enter_context(new_critic.recorded())
         samples = sample(roles, rows, run, metrics, state, num_valid=None)
@@ -269,7 +265,8 @@ def collect(
         discounts, after, places = discounts_of(roles, samples, ordinary, run, after, metrics)
         if new_critic is not None:
             tokens = tokens._replace(
-                values=tokens.values + first_fit(roles, new_critic, recorded, samples, rewards, steps, discounts)
+                values=tokens.values
+                + first_fit(roles, new_critic, recorded, samples, rewards, steps, discounts.gamma, run.returns)
             )
         result, returns = of_critic(
             rewards,
@@ -355,11 +352,11 @@ def shaped_rewards(roles: Roles, samples: Samples, run: RunState) -> tuple[Tenso
 
 def new_side_critic(roles: Roles, run: RunState) -> SideCritic | None:
     """The side critic, if all returns so far were equal: there was nothing that it could be fitted to."""
-    head, seen = roles.actor_critic.value_head, run.returns
+    head = roles.actor_critic.value_head
     if roles.args.critic_init is not None or not isinstance(head, SideCritic):
         return None
     # without units it is fitted to the mean, too
-    was_fitted = seen.squares > seen.weight * (ROUNDING * seen.mean) ** 2 if head.is_normalized else seen.weight
+    was_fitted = run.returns.varies if head.is_normalized else run.returns.weight > 0
     if was_fitted:
         return None
     head.first_fit.zero_()  # of a first rollout that was abandoned
@@ -373,14 +370,15 @@ def first_fit(
     samples: Samples,
     rewards: Tensor,
     steps: Tensor,
-    discounts: Discounts,
+    gamma: float | Tensor,
+    seen: Moments,
 ) -> Tensor:
     """Outputs that a new critic gains from a fit to its first rollout, `[batch, response]`."""
     # the forwards of step 1 recorded micro-batches in their own order
     order = torch.cat(micro_batches(roles.args, samples.sequences)).to(steps.device)
-    gamma = discounts.gamma * torch.ones_like(rewards)
-    mask = samples.sequences.completion_mask
-    fitted = fit_new(critic, recorded, rewards[order], steps[order], mask[order], gamma[order], roles.all_sum)
+    gamma = (gamma * torch.ones_like(rewards))[order]
+    mask = samples.sequences.completion_mask[order]
+    fitted = fit_new(critic, recorded, rewards[order], steps[order], mask, gamma, seen, roles.all_sum)
     return fitted[order.argsort()]
 
 
@@ -391,11 +389,15 @@ def fit_new(
     steps: Tensor,
     mask: Tensor,
     gamma: float | Tensor = 1.0,
+    seen: Moments = Moments(),
     all_sum: Reduction = torch.clone,
 ) -> Tensor:
-    """Fit a new critic to the Monte Carlo returns of its first rollout; return what that adds to its outputs."""
+    """Fit a new critic to the Monte Carlo returns of its first rollout; return what that adds to its outputs.
+
+    Returns of earlier rollouts, if any, were all equal.
+    """
     outcomes = ppo_math.gae(rewards, torch.zeros_like(rewards), steps, gamma, 1.0)[1]
-    targets = critic.units(Moments().add(outcomes, steps, all_sum)).targets(outcomes)
+    targets = critic.units(seen.add(outcomes, steps, all_sum, MEMORY)).targets(outcomes)
     fitted = critic.begin(recorded, targets[mask], steps[mask], steps.any(1).sum(), all_sum)
     return torch.zeros_like(rewards).masked_scatter(mask, fitted).where(steps, 0)
 
@@ -492,7 +494,8 @@ def discounts_of(
             counted = counted & ppo_math.turn_starts(turns)[0]
         lam = ppo_math.length_adaptive_lambda(counted, options.lam_length_alpha)
     elif lam is None:
-        lam = over_token if level == "token" else over_turn
+        # a tensor, so that each level rounds alike
+        lam = scores.new_full((len(turns),), over_token if level == "token" else over_turn)
         within = over_token
     metrics.mean("lam", lam, samples.scored.usable if isinstance(lam, Tensor) else None)
 
