@@ -3,6 +3,7 @@
     python benchmarks/textworld_games.py prepare            # games, supervised start, and held-out success before
     python benchmarks/textworld_games.py PPO                # tune on a seed of its own, then five seeds
     python benchmarks/textworld_games.py PPO --rate 1e-3 --seed 0
+    python benchmarks/textworld_games.py PPO --rate 5e-4 --seed 0 --cost 0.05      # each command costs that much
     python benchmarks/textworld_games.py parallel           # a rollout of 64 episodes over the model's own work
     python benchmarks/textworld_games.py --table
 
@@ -30,15 +31,17 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "recipes" / "textworld"), str(HERE.parent)]
 
 from picture import Curve, picture
+from student import margin
 
 RESULTS, FIGURE = HERE / "results" / "textworld_games.json", HERE.parent / "docs" / "textworld.svg"
 RUNS = Path("runs/textworld")
 RATES, TUNED_ON, SEEDS = (5e-4, 1e-3), 100, (0, 1, 2, 3, 4)
-STUDENT = {3: 4.30, 4: 3.18, 5: 2.78}  # of a 95 % interval, by the number of seeds
+SEVERAL = 3  # seeds, from which on there are intervals and curves
 TRAINED, HELD_OUT = range(96), range(2000, 2032)  # seeds of games
 SMALL, LARGER = (2, 3, 3), (3, 4, 4)  # rooms, objects, and commands of the quest; no rival trains on larger ones
 PARTS = slice(4, 8), slice(-4, None)  # of the table
 ROLLOUT, STEPS, ROLLOUTS, LENGTH = 32, 4, 12, 640  # episodes, optimizer steps from them, rollouts, tokens
+LOGGED = "reward", "entropy", "lam", "episodes/turns", "completions/mean_length"  # and all of the critic
 GROUPS = {"num_generations": 8}
 RIVALS: dict[str, dict[str, Any]] = {
     "PPO": {},
@@ -55,13 +58,28 @@ def won(environments: list, **kwargs) -> list[float]:
     return [float(environment.won) for environment in environments]
 
 
-def as_tool() -> Any:
-    """The environment as TRL has them: its method is the tool that the chat template calls with each turn."""
+def costly(cost: float) -> Any:
+    """The environment with a cost of each command; without one it is the recipe's."""
     from text_games import TextWorld
+
+    if not cost:
+        return TextWorld
+
+    class CostlyTextWorld(TextWorld):
+        def step(self, text: str) -> tuple[str, float, bool]:
+            seen, reward, done = super().step(text)
+            return seen, reward - cost, done
+
+    return CostlyTextWorld
+
+
+def as_tool(cost: float = 0.0) -> Any:
+    """The environment as TRL has them: its method is the tool that the chat template calls with each turn."""
+    environment = costly(cost)
 
     class TextWorldTool:
         def reset(self, game: str, turns: int, **row) -> str:
-            self._played, self._rewards, self.won = TextWorld(), 0.0, False
+            self._played, self._rewards, self.won = environment(), 0.0, False
             return self._played.reset({"game": game, "turns": turns}, 0)
 
         def command(self, command: str) -> str:
@@ -106,13 +124,13 @@ def settings(rollouts: int = ROLLOUTS, **given) -> dict[str, Any]:
     } | given
 
 
-def train(rival: str, rate: float, seed: int, given: dict) -> dict:
+def train(rival: str, rate: float, seed: int, given: dict, cost: float = 0.0) -> dict:
     """Train a rival; return rewards, successes and seconds of each rollout, and its held-out success."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
     from start import start_model
-    from text_games import TextWorld, rows
+    from text_games import rows
     from trl import GRPOConfig, GRPOTrainer
 
     from trl_ppo_ext import PPOConfig, PPOTrainer
@@ -136,18 +154,18 @@ def train(rival: str, rate: float, seed: int, given: dict) -> dict:
         arguments = {"model": start_model(), "train_dataset": data, "peft_config": lora}
         if rival.startswith("TRL"):
             args = GRPOConfig(folder, reward_weights=[0.0], **common)
-            run = GRPOTrainer(args=args, reward_funcs=success, environment_factory=as_tool(), **arguments)
+            run = GRPOTrainer(args=args, reward_funcs=success, environment_factory=as_tool(cost), **arguments)
         else:
             args = PPOConfig(folder, **common)
-            run = PPOTrainer(args=args, monitor_funcs=success, environment_factory=TextWorld, **arguments)
+            run = PPOTrainer(args=args, monitor_funcs=success, environment_factory=costly(cost), **arguments)
         start = time.monotonic()
         run.train()
         run.save_model(folder)
         held_out = score(start_model(), folder)
-    names = "reward", "entropy", "value/explained_variance", "episodes/turns", "completions/mean_length"
     history = [row for row in run.state.log_history if "reward" in row]
-    logged = {name: [round(row[name], 4) for row in history if name in row] for name in names}
-    result = {"rival": rival, "rate": rate, "seed": seed, "settings": given, "dtype": dtype()}
+    names = {name for row in history for name in row if name in LOGGED or name.startswith("value/")}
+    logged = {name: [round(row[name], 4) for row in history if name in row] for name in sorted(names)}
+    result = {"rival": rival, "rate": rate, "seed": seed, "settings": given, "cost": cost, "dtype": dtype()}
     return result | {"won": wins, "seconds": seconds, "held_out": held_out, "logged": logged}
 
 
@@ -226,43 +244,49 @@ def parallel(episodes: int = 64) -> None:
             print(f"{play:.1f} s, of which the model {model:.1f} s: {play / model:.2f} times its own work", flush=True)
 
 
-def once(rival: str, rate: float, seed: int, given: dict) -> dict:
+def once(rival: str, rate: float, seed: int, given: dict, cost: float) -> dict:
     """Train, unless the run is saved."""
     parts = [rival.replace(" ", "_"), f"{rate:g}", str(seed), *(f"{k}={v}" for k, v in sorted(given.items()))]
+    if cost:
+        parts.append(f"cost{cost:g}")
     file = RUNS / ("-".join(parts).replace("/", "_") + ".json")
     if not file.exists():
-        result = train(rival, rate, seed, given)
+        result = train(rival, rate, seed, given, cost)
         file.write_text(json.dumps(result))
     return json.loads(file.read_text())
 
 
 def key(run: dict) -> str:
     """Identity of a run."""
-    return json.dumps([run[name] for name in ("rival", "rate", "seed", "settings")])
+    return json.dumps([run[name] for name in ("rival", "rate", "seed", "settings")] + [run.get("cost", 0.0)])
 
 
 def interval(values: list[float]) -> str:
     """Mean in percent with its 95 % interval, from three seeds on."""
     count, mean = len(values), f"{100 * statistics.mean(values):.0f} %"
-    return mean if count < 3 else f"{mean} ± {100 * STUDENT[count] * statistics.stdev(values) / count**0.5:.0f}"
+    return mean if count < SEVERAL else f"{mean} ± {100 * margin(values):.0f}"
 
 
 def grouped(runs: list[dict]) -> dict[tuple, list[dict]]:
-    """Runs of the seeds in the table, by rival and rate: rivals in their order, those without training last."""
+    """Runs of the seeds in the table, by rival, cost and rate: rivals in their order, those without training last."""
     groups: dict[tuple, list[dict]] = {}
     order = [*RIVALS, "start", "base"]
-    for run in sorted(runs, key=lambda run: (order.index(run["rival"]), run["rate"] or 0, run["seed"] or 0)):
+
+    def place(run: dict) -> tuple:
+        return order.index(run["rival"]), run.get("cost", 0.0), run["rate"] or 0, run["seed"] or 0
+
+    for run in sorted(runs, key=place):
         if run["seed"] in (*SEEDS, None) and not run["settings"]:
-            groups.setdefault((run["rival"], run["rate"]), []).append(run)
+            groups.setdefault((run["rival"], run.get("cost", 0.0), run["rate"]), []).append(run)
     return groups
 
 
 def figure(runs: list[dict]) -> str:
-    """Mean success in training at the lower rate, for each rival with three seeds or more."""
+    """Mean success in training at the lower rate without costs, for each rival with three seeds or more."""
     curves = [
         Curve(rival, COLORS[rival], [statistics.mean(x) for x in zip(*(run["won"] for run in group))])
-        for (rival, rate), group in grouped(runs).items()
-        if len(group) >= min(STUDENT) and rate == RATES[0]
+        for (rival, cost, rate), group in grouped(runs).items()
+        if len(group) >= SEVERAL and rate == RATES[0] and not cost
     ]
     return picture({"TextWorld, games won": curves}, ROLLOUT, "episodes")
 
@@ -273,7 +297,8 @@ def table(runs: list[dict]) -> str:
         "| | rate | seeds | rollouts 5-8 | last 4 | held-out, greedy | sampled | larger, greedy | sampled | time, s |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for (rival, rate), group in grouped(runs).items():
+    for (rival, cost, rate), group in grouped(runs).items():
+        label = f"{rival}, cost {cost:g}" if cost else rival
         cells = ["", "", "", "", ""]
         if rate is not None:  # otherwise a model that was not trained
             parts = [[statistics.mean(run["won"][part]) for run in group] for part in PARTS]
@@ -281,7 +306,7 @@ def table(runs: list[dict]) -> str:
             cells = [f"{rate:g}", str(len(group)), *map(interval, parts), f"{seconds:.0f}"]
         scores = [[run["held_out"][name][size] for run in group] for size in (0, 1) for name in ("greedy", "sampled")]
         cells[4:4] = map(interval, scores)
-        lines.append(f"| {' | '.join([rival, *cells])} |")
+        lines.append(f"| {' | '.join([label, *cells])} |")
     return "\n".join(lines)
 
 
@@ -291,6 +316,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=["prepare", "parallel", *RIVALS])
     parser.add_argument("--rate", type=float, nargs="*", default=RATES)
     parser.add_argument("--seed", type=int, nargs="*", default=None)
+    parser.add_argument("--cost", type=float, default=0.0, help="cost of each command, subtracted from the reward")
     parser.add_argument("--set", type=json.loads, default={}, help="further settings as JSON")
     parser.add_argument("--table", action="store_true", help="gather runs/textworld in the results")
     options = parser.parse_args()
@@ -308,12 +334,12 @@ def main() -> None:
         parallel()
     elif options.seed is not None:
         for rate, seed in product(options.rate, options.seed):
-            once(options.what, rate, seed, options.set)
+            once(options.what, rate, seed, options.set, options.cost)
     else:
-        tuned = [once(options.what, rate, TUNED_ON, options.set) for rate in options.rate]
+        tuned = [once(options.what, rate, TUNED_ON, options.set, options.cost) for rate in options.rate]
         best = max(tuned, key=lambda run: statistics.mean(run["won"]))["rate"]
         for seed in SEEDS:
-            once(options.what, best, seed, options.set)
+            once(options.what, best, seed, options.set, options.cost)
 
 
 if __name__ == "__main__":

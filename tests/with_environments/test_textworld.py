@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("textworld.generator", reason="needs the package, see `make test-environments`")
 from start import RESPONSES, TEMPLATE  # noqa: E402
 from text_games import TextWorld, rows, walkthrough  # noqa: E402
-from textworld_games import as_tool  # noqa: E402
+from textworld_games import as_tool, costly  # noqa: E402
 
 SIZE = (2, 3, 3)
 
@@ -53,6 +53,20 @@ def test_games_that_start_in_threads_are_those_of_one_after_the_other(games):
 
     with ThreadPoolExecutor(16) as threads:
         assert [*threads.map(start, range(64))] == [start(number) for number in range(64)]
+
+
+def test_cost_is_subtracted_from_the_reward_of_each_command(games):
+    plain, paid, tool = TextWorld(), costly(0.05)(), as_tool(0.05)()
+    plain.reset(games[0], 0)
+    paid.reset(games[0], 0)
+    tool.reset(**games[0])
+    texts = ["no command", *commands(games[0])]
+    rewards = [(plain.step(text)[1], paid.step(text)[1]) for text in texts]
+    for text in texts:
+        tool.command(text)
+    assert [x - 0.05 for x, _ in rewards] == pytest.approx([x for _, x in rewards])
+    assert tool.get_reward() == pytest.approx(sum(x for _, x in rewards))
+    assert paid.won and tool.won and costly(0.0) is TextWorld
 
 
 def test_tools_play_the_same_episode(games):
