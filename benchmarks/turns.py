@@ -233,6 +233,87 @@ class Stop:
         return value
 
 
+class Cost:
+    """Turns that each cost; the right answer to the first one's cue, of 6, pays 1 after the last turn.
+
+    A word answers by its remainder after division by 6, so that one of six is right. The further turns do nothing.
+    """
+
+    cues = 6
+    turns, length = 12, 24
+    cost = 0.1  # of a turn
+
+    def reset(self, row: dict, seed: int) -> str:
+        self.cue = row["number"] % self.cues
+        self.turn = 0
+        self.won = False
+        return f" w{self.cue}"
+
+    def is_right(self, text: str) -> bool:
+        """Whether an action is the right answer to the cue."""
+        answer = number(text)
+        return answer >= 0 and answer % self.cues == (self.cue + 2) % self.cues
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        if self.turn == 0:
+            self.won = self.is_right(text)
+        self.turn += 1
+        is_last = self.turn == self.turns
+        reward = float(self.won and is_last) - self.cost
+        return " w11", reward, is_last
+
+    @classmethod
+    def fixed_cost(cls) -> float:
+        """Cost of an episode whatever is done in it. Without it, the share of the optimum is the rate of success."""
+        return cls.cost * cls.turns
+
+    @classmethod
+    def optimum(cls) -> float:
+        return 1 - cls.fixed_cost()
+
+
+class CostEnds(Cost):
+    """12 turns with a random cue of 6, each of which costs; the first right answer pays 1 and ends the episode."""
+
+    def reset(self, row: dict, seed: int) -> str:
+        self.chance = Chance(seed)
+        self.cue = self.chance.after("").randrange(self.cues)
+        self.turn = 0
+        self.won = False
+        return f" w{self.cue}"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.won = self.is_right(text)
+        self.turn += 1
+        self.cue = self.chance.after(text).randrange(self.cues)
+        is_last = self.won or self.turn == self.turns
+        return f" w{self.cue}", float(self.won) - self.cost, is_last
+
+    @classmethod
+    def fixed_cost(cls) -> float:
+        return 0.0
+
+    @classmethod
+    def optimum(cls) -> float:
+        value = 0.0  # after the last turn nothing is paid any more
+        for _ in range(cls.turns):
+            answer_right = 1.0
+            answer_wrong = value
+            value = max(answer_right, answer_wrong) - cls.cost
+        return value
+
+
+def costly(cost: float, turns: int) -> Any:
+    """Task of that many turns, each of which has this cost."""
+    return type("Cost", (Cost,), {"cost": cost, "turns": turns, "length": 2 * turns})
+
+
+def share(task: Any, mean_reward: float) -> float:
+    """Share of the optimum that a mean sum of rewards is, both without costs that nothing can avoid."""
+    fixed_cost = task.fixed_cost() if hasattr(task, "fixed_cost") else 0.0
+    return (mean_reward + fixed_cost) / (task.optimum() + fixed_cost)
+
+
 class Spelled:
     """A task whose actions are written as two digits: the last two words of a turn. Those before do nothing.
 
@@ -257,7 +338,16 @@ def spelled(task: Any, digits: tuple[int, int]) -> Any:
 TASKS = {"cues": Cues, "lake": Lake, "wordle": Wordle, "mistake": Mistake, "guess": Guess, "stop": Stop}
 SPELLED = {"cues": (3, 4), "lake": (2, 2), "wordle": (3, 7), "mistake": (2, 2), "stop": (2, 2)}
 TASKS |= {f"spelled {name}": spelled(TASKS[name], digits) for name, digits in SPELLED.items()}
+TASKS |= {
+    "cost": Cost,
+    "cost, 30 turns": costly(0.1, 30),
+    "cost 0.02": costly(0.02, 12),
+    "cost 0.02, 30 turns": costly(0.02, 30),
+    "cost, ends": CostEnds,
+    "no cost": costly(0.0, 12),
+    "no cost, 30 turns": costly(0.0, 30),
+}
 
 if __name__ == "__main__":
     for name, task in TASKS.items():
-        print(f"{name:8} {task.optimum():.4f}")
+        print(f"{name:20} {task.optimum():.4f}")
