@@ -72,3 +72,37 @@ def test_noise_has_mean_zero_and_the_scale_of_its_prompt():
         numbers = [x / scale for row in scores[prompt :: arena.KINDS] for x in row]
         assert statistics.mean(numbers) == pytest.approx(1, abs=0.05)
         assert statistics.stdev(numbers) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("name", arena.STEP_LENGTHS)
+def test_steps_pay_first_tokens_at_the_ends_of_their_steps(name):
+    length = arena.STEP_LENGTHS[name]
+    firsts = best_completion()[: arena.STEPS]
+    firsts[2] = (firsts[2] + 1) % arena.KINDS  # wrong, and so is the one that follows, which has another cue
+    completion = [0] * arena.LENGTHS[name]
+    completion[::length] = firsts
+    task, (pairs,) = rewards(name, [completion])
+    ends = [length - 1, 2 * length - 1, 3 * length - 1, 4 * length - 1]
+    assert pairs == list(zip(ends, [1.0, 1.0, 0.0, 0.0]))
+    assert task.shares == [0.5] and task.steps == [[1.0, 1.0, 0.0, 0.0]]
+    completion[::length] = best_completion()[: arena.STEPS]
+    assert arena.Task(name, 0)(["w0 w3"], [completion])[0] == list(zip(ends, [1.0] * arena.STEPS))
+
+
+def test_only_the_default_rivals_keep_the_critic_rate_of_the_config():
+    assert arena.settings_of("cost", "PPO, default", 1e-3) == {"critic_learning_rate": None}
+    assert arena.settings_of("cost", "PPO, side", 1e-3)["critic_learning_rate"] == 1e-3
+    assert "critic_learning_rate" not in arena.settings_of("cost", "RLOO", 1e-3)
+    assert arena.settings_of("steps 50", "PPO, per step", 1e-3)["lam"] ** 50 == pytest.approx(0.8)
+
+
+def test_merged_results_have_one_rate_per_rival():
+    def run(seed, rate, rival="PPO", end=0.5):
+        return {"task": "cost", "rival": rival, "seed": seed, "rate": rate, "shares": [end], "explained": []}
+
+    other, tuned, first, at_another_rate = run(0, 1e-3, "RLOO"), run(100, 3e-4), run(0, 1e-3), run(2, 3e-4)
+    again, added = run(0, 1e-3, end=0.7), run(1, 1e-3)
+    runs = [other, tuned, first, at_another_rate]
+    assert arena.merged(runs, [again, added]) == [other, tuned, again, added]
+    with pytest.raises(ValueError, match="two rates"):
+        arena.table([first, at_another_rate])
