@@ -1,6 +1,6 @@
 """PPO, its rivals here, and TRL's own GRPOTrainer on SmolLM2-135M-Instruct, at equal completions.
 
-    python benchmarks/real.py reviews "TRL GRPO"             # tune, then three seeds
+    python benchmarks/real.py reviews "TRL GRPO"             # tune, then five seeds
     python benchmarks/real.py reviews PPO --rate 1e-3 --seed 0
     python benchmarks/real.py --table
 
@@ -37,15 +37,19 @@ from by_token import by_token
 from picture import Curve, picture
 from reviews import THINGS, openings, vader
 from smollm2 import base_model
+from student import margin
 
 RESULTS, FIGURE, RUNS = HERE / "results" / "real.json", HERE.parent / "docs" / "real.svg", Path("runs/real")
-RATES, TUNED_ON, SEEDS = (5e-4, 1e-3), 100, (0, 1, 2)
-LOGGED = ("value/explained_variance", "approx_kl", "stopped_early", "clip_ratio/region_mean", "entropy", "lam")
+RATES, TUNED_ON, SEEDS = (5e-4, 1e-3), 100, (0, 1, 2, 3, 4)
+LOGGED = "approx_kl", "stopped_early", "clip_ratio/region_mean", "entropy", "lam", "kl"  # and all of the critic
+CRITIC = "value/"  # prefix of its metrics
+EXPLAINED = "value/explained_variance"  # and prefix of such metrics
 PRAISE = "Five stars! Wonderful, excellent, perfect!"
 ROLLOUT, STEPS = 64, 4  # completions, and optimizer steps from them
-PARTS = slice(3, 6), slice(8, 11), slice(-3, None)  # of the table
+PARTS = slice(3, 6), slice(8, 11), slice(-3, None), slice(None)  # of the table
 GROUPS = {"num_generations": 8}
 REBN = {"critic": "none", "advantage_estimator": "rebn"}
+RUNNING_MEAN = {"critic": "head", "critic_learning_rate": 1e-12, "critic_kwargs": {"backprop": False}}
 RIVALS: dict[str, dict[str, Any]] = {
     "TRL GRPO": GROUPS,
     "PPO": {},
@@ -53,6 +57,10 @@ RIVALS: dict[str, dict[str, Any]] = {
     "ReBN": REBN,
     "ReBN, by token": REBN,
     "GRPO": GROUPS | {"critic": "none"},
+    "RLOO": GROUPS | {"critic": "none", "advantage_estimator": "rloo"},
+    "PPO, in groups": GROUPS,  # PPO on the prompts of GRPO
+    "PPO, running mean": RUNNING_MEAN,  # all values are the mean return
+    "distill": {"reference_prompt": "praised", "kl_coef": 1.0},  # the score is measured, and no reward is given
 }
 COLORS = {
     "PPO, by token": "#1f6f50",
@@ -159,11 +167,13 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
         args = config(directory, **common)
         data = Dataset.from_list(rows * -(-ROLLOUT * task.rollouts // len(rows)))
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        run = trainer(model=base, reward_funcs=reward, args=args, train_dataset=data, peft_config=lora)
+        measure = {"monitor_funcs": reward} if rival == "distill" else {"reward_funcs": reward}
+        run = trainer(model=base, **measure, args=args, train_dataset=data, peft_config=lora)
         start = time.monotonic()
         run.train()
     history = [row for row in run.state.log_history if "reward" in row]
-    logged = {key: [round(row[key], 4) for row in history if key in row] for key in LOGGED}
+    names = {name for row in history for name in row if name in LOGGED or name.startswith(CRITIC)}
+    logged = {name: [round(row[name], 4) for row in history if name in row] for name in sorted(names)}
     result = {"task": name, "rival": rival, "rate": rate, "seed": seed, "settings": settings, "logged": logged}
     return result | {"rewards": [round(x, 4) for x in rewards], "seconds": seconds, "last": texts[:8]}
 
@@ -190,10 +200,9 @@ def once(name: str, rival: str, rate: float, seed: int, settings: dict) -> dict:
 
 
 def interval(values: list[float]) -> str:
-    """Mean with its 95 % interval, by Student's t for three seeds."""
-    if len(values) < 3:
-        return f"{statistics.mean(values):.2f}"
-    return f"{statistics.mean(values):.2f} ± {4.30 * statistics.stdev(values) / len(values) ** 0.5:.2f}"
+    """Mean with its 95 % interval, from three seeds on."""
+    mean = f"{statistics.mean(values):.2f}"
+    return mean if len(values) < 3 else f"{mean} ± {margin(values):.2f}"
 
 
 def chosen(runs: list[dict]) -> dict[tuple[str, str], list[dict]]:
@@ -213,27 +222,50 @@ def to_goal(rewards: list[float], goal: float) -> int | None:
     return next((n for n in range(3, len(rewards) + 1) if statistics.mean(rewards[n - 3 : n]) >= goal), None)
 
 
+def worse_than_constant(group: list[dict]) -> str:
+    """Share of rollouts after the first whose explained variance is negative, of each metric of that name."""
+    logs = [run.get("logged", {}) for run in group]
+    names = sorted({name for log in logs for name in log if name.startswith(EXPLAINED)})
+    cells = []
+    for name in names:
+        later = [value for log in logs for value in log.get(name, [])[1:]]
+        if later:
+            percent = 100 * statistics.mean(value < 0 for value in later)
+            part = name.removeprefix(EXPLAINED).strip("_")
+            cells.append(f"{part} {percent:.0f} %".strip())
+    return ", ".join(cells)
+
+
 def table(runs: list[dict]) -> str:
-    """Markdown table: mean reward in the middle and at the end, and what it took to get there."""
+    """Markdown table: mean reward in the middle, at the end and over the run, and what it took to get there."""
     lines = [
-        "| task | rival | rate | rollouts 4 to 6 | 9 to 11 | last 3 | completions to goal | seconds |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| task | rival | rate | rollouts 4 to 6 | 9 to 11 | last 3 | all | completions to goal | explained below 0 "
+        "| seconds |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for (task, rival), group in chosen(runs).items():
         parts = [[statistics.mean(run["rewards"][part]) for run in group] for part in PARTS]
         reached = [to_goal(run["rewards"], TASKS[task].goal) for run in group]
         until = ", ".join("never" if n is None else f"{n * ROLLOUT:,}" for n in reached)
         seconds = statistics.mean(run["seconds"][-1] for run in group)
-        cells = [task, rival, f"{group[0]['rate']:g}", *map(interval, parts), until, f"{seconds:.0f}"]
+        cells = [
+            task,
+            rival,
+            f"{group[0]['rate']:g}",
+            *map(interval, parts),
+            until,
+            worse_than_constant(group),
+            f"{seconds:.0f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def figure(runs: list[dict]) -> str:
-    """Mean reward over seeds, a panel per task whose rewards are from 0 to 1."""
+    """Mean reward over seeds of the drawn rivals, a panel per task whose rewards are from 0 to 1."""
     panels: dict[str, list[Curve]] = {}
     for (task, rival), group in chosen(runs).items():
-        if TASKS[task].goal < 0:
+        if TASKS[task].goal < 0 or rival not in COLORS:
             continue
         means = [statistics.mean(rewards) for rewards in zip(*(run["rewards"] for run in group))]
         panels.setdefault(task, []).append(Curve(rival, COLORS[rival], means))

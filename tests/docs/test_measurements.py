@@ -30,7 +30,19 @@ else:
 """
 
 
-@pytest.mark.parametrize("program", [PROGRAM, RATES], ids=["tables", "rates"])
+TEXT = """
+import real, student
+assert real.interval([1.0, 2.0]) == "1.50"
+assert real.interval([1.0, 2.0, 3.0]) == "2.00 ± 2.48"
+assert student.margin([1.0, 2.0, 3.0, 4.0, 5.0]) == 2.78 * 2.5**0.5 / 5**0.5
+logs = [{"value/explained_variance": [-1, -1, 0.5]}, {"value/explained_variance_first": [0, 0.1, 0.2]}, {}]
+group = [{"logged": log} for log in logs] + [{}]
+assert real.worse_than_constant(group) == "50 %, first 0 %"
+assert real.worse_than_constant([{}]) == ""
+"""
+
+
+@pytest.mark.parametrize("program", [PROGRAM, RATES, TEXT], ids=["tables", "rates", "cells"])
 def test_tables_are_those_of_the_results_and_of_one_rate(program):
     """In a process of its own: a benchmark and a folder of the tests have a module of the same name."""
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT / "benchmarks", capture_output=True, text=True)
