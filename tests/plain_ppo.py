@@ -8,7 +8,7 @@ fields of `PPOConfig` and their defaults. An iteration takes completions that th
 3. Advantages: GAE with a critic, in units of the returns; without one, the completions of a prompt are compared.
 4. Loss: clipped policy loss, value loss, KL, entropy.
 5. Stop once the policy has moved too far from the one that sampled. Otherwise
-6. take an Adam step, and go on with 4., for the minibatches of `num_ppo_epochs`.
+6. take an Adam step, and go on with 4., for the minibatches of `num_ppo_epochs`. Then measure how far it has moved.
 7. Steer the coefficients of KL and entropy for the next iteration.
 
 [`iterate`] has these steps in this order; the functions above it fill them in.
@@ -599,11 +599,16 @@ def steer_kl_coef(coefficient: float, kl_per_completion: float, completions: int
 
 
 def iterate(
-    models: Models, samples: list[Sample], s: Settings, minibatches: list[list[Sample]] | None = None
+    models: Models,
+    samples: list[Sample],
+    s: Settings,
+    minibatches: list[list[Sample]] | None = None,
+    measured: list[Sample] | None = None,
 ) -> tuple[Settings, list[dict[str, float]]]:
     """One iteration on completions of the policy; returns the settings of the next one, and metrics of each step.
 
-    A minibatch is what an optimizer step learns from: all samples by default, `num_ppo_epochs` times.
+    A minibatch is what an optimizer step learns from: all samples by default, `num_ppo_epochs` times. After the last
+    step the distance of the policy is `measured` on some samples, by default on all.
     """
     collect(models, samples, s)
     following, metrics = s, list[dict[str, float]]()
@@ -614,6 +619,7 @@ def iterate(
         gradient = gradient_of(models, loss)
         metrics.append(of_step | {f"norm of {role}": norm for role, norm in gradient_norms(gradient).items()})
         adam_step(models, gradient, s)
+    metrics[-1]["distance"] = distance(models, samples if measured is None else measured, s)
     if s.kl_target is not None:  # the KL of these samples steers the next rewards
         kls = [sample.old.k1.sum().item() for sample in samples if sample.score is not None]
         coefficient = steer_kl_coef(s.kl_coef, statistics.mean(kls), len(kls), s)

@@ -326,6 +326,16 @@ class PPOTrainer(Trainer):
                 loss = distributed.skip_deepspeed_step(loss, model(inputs.rollout.sequences).logprobs)
         return loss
 
+    def _measure_updates(self) -> None:
+        """Log the distance of the policy from the one that sampled, after the rollout's last optimizer step."""
+        if self.state.global_step % self.plan.optimizer_steps:
+            return
+        was_training = self.actor_critic.training
+        self.actor_critic.eval()
+        with self.accelerator.autocast():
+            self.updates.measure(self.actor_critic)
+        self.actor_critic.train(was_training)
+
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Leave clipping to `_get_grad_norm`, which the Trainer calls next."""
 
@@ -626,7 +636,7 @@ class PPOTrainer(Trainer):
 
 
 class _StepCallback(TrainerCallback):
-    """Restores progress when training begins; after every step stops on a signal."""
+    """Restores progress when training begins; after every step measures the updates, and stops on a signal."""
 
     def __init__(self, trainer: PPOTrainer):
         self.trainer = trainer
@@ -655,9 +665,10 @@ class _StepCallback(TrainerCallback):
         self.trainer._return_to_step = None
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        """Agree on all ranks whether to stop."""
+        """Measure the updates of a rollout, and agree on all ranks whether to stop."""
         trainer = self.trainer
         trainer._return_to_step = lambda: None  # this step is complete, also if a callback fails now
+        trainer._measure_updates()
         received = trainer.signals.received is not None
         if trainer.accelerator.num_processes > 1:
             anywhere = torch.tensor(float(received), device=trainer.accelerator.device)

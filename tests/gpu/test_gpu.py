@@ -19,7 +19,7 @@ def train(path, output_dir, quantization_config=None, **kwargs):
         max_completion_length=8,
         per_device_train_batch_size=4,
         num_mini_batches=1,
-        num_ppo_epochs=1,
+        num_ppo_epochs=2,
         kl_coef=0.05,
         max_steps=2,
         **kwargs,

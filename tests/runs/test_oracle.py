@@ -51,6 +51,7 @@ OF_STEPS = {
     "low": "clip_ratio/low_mean",
     "high": "clip_ratio/high_mean",
     "dual": "clip_ratio/dual_mean",
+    "distance": "approx_kl",
     "norm of policy": "grad_norm",
     "norm of critic": "value/grad_norm",
 }
@@ -175,7 +176,10 @@ def train_plainly(models, watch, s):
         samples = [plain_ppo.Sample(*row, score(row[1]), row[1][-1] != EOS, token_scores(row[1])) for row in rows]
         by_ids = {(*sample.prompt, *sample.ids): sample for sample in samples}
         steps = watch.steps[STEPS_PER_ROLLOUT * number :][:STEPS_PER_ROLLOUT]
-        s, metrics = plain_ppo.iterate(models, samples, s, [[by_ids[row] for row in step] for step in steps])
+        minibatches = [[by_ids[row] for row in step] for step in steps]
+        # a micro-batch of completions at equal distances
+        measured = samples[:: len(samples) // SIZES["per_device_train_batch_size"]]
+        s, metrics = plain_ppo.iterate(models, samples, s, minibatches, measured)
         named = [{OF_STEPS[name]: x for name, x in of_step.items() if name in OF_STEPS} for of_step in metrics]
         is_fitted = number == 0 and models.first_fit is not None
         logs += [named[0] | metrics_of_rollout(samples, is_fitted), *named[1:]]

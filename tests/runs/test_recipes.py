@@ -322,7 +322,7 @@ def offline(monkeypatch):
 
 @pytest.mark.parametrize("name", ["calculator", "wordle", "search"])
 def test_offline_twin_samples_turns_from_beginning_to_end(name, offline, tmp_path):
-    twin = offline.build(name, str(tmp_path), max_steps=2, num_mini_batches=1, num_ppo_epochs=1)
+    twin = offline.build(name, str(tmp_path), max_steps=2, num_mini_batches=1, num_ppo_epochs=2)
     twin.train()
     logs = twin.state.log_history[0]
     assert logs["ratio/max"] == 1 and logs["episodes/turns"] > 1

@@ -113,7 +113,7 @@ def ppo_loss(
             "clip_ratio/low_mean": too_low,
             "clip_ratio/high_mean": too_high,
             "clip_ratio/region_mean": too_low | too_high,
-            # distance from the policy that sampled; updates stop once it exceeds `target_kl`
+            # This is the distance from the policy that sampled.
             "approx_kl": ppo_math.kl_estimate(old_logprobs, scores.logprobs, "k3"),
         }
         if dual_clip is not None:
@@ -139,7 +139,7 @@ class Updates:
         self.rollout: Rollout | None = None
         self.rows = torch.zeros(0)
         self.micro_batches: Iterator[MicroBatch] = iter(())
-        self.kl_sum = torch.zeros(2, device=self.device)  # approx_kl of the optimizer step, and its tokens
+        self.kl_sum = torch.zeros(2, device=self.device)  # KL before the optimizer step, and its tokens
         self.stopped_early = False
         self.step = 0
         self.is_empty = self.spares_policy = [False]  # per optimizer step: no token counts, none of the policy's
@@ -171,15 +171,38 @@ class Updates:
         scores = model(rollout.sequences, self.args.temperature, self.args.entropy_coef != 0, exact_kl)
         divisors = micro_batch.denominator, micro_batch.value_denominator
         loss, metrics = ppo_loss(scores, rollout, *divisors, **self.loss_settings)
+        # This distance is before the step, and 0 before the first one: it decides on the step, and is not logged.
+        approx_kl = metrics.pop("approx_kl").masked_fill(~mask, 0)
+        self.kl_sum = self.kl_sum + torch.stack([approx_kl.sum(), mask.sum().to(approx_kl.dtype)])
         for name, values in metrics.items():
             add = self.metrics.maximum if name.endswith("/max") else self.metrics.mean
             add(name, values, rollout.response_mask if "value" in name else mask)
         for name, add in {"low_min": self.metrics.minimum, "high_max": self.metrics.maximum}.items():
             clipped = metrics[f"clip_ratio/{name[:-4]}_mean"] & mask  # of each completion, as in GRPO
             add(f"clip_ratio/{name}", clipped.sum(1) / mask.sum(1), mask.any(1))
-        approx_kl = metrics["approx_kl"].masked_fill(~mask, 0)
-        self.kl_sum = self.kl_sum + torch.stack([approx_kl.sum(), mask.sum().to(approx_kl.dtype)])
         return loss
+
+    @torch.no_grad()
+    def measure(self, actor_critic: nn.Module) -> None:
+        """Log how far the rollout's updates have moved the policy; every rank runs one forward."""
+        rollout = cast(Rollout, self.rollout)
+        # Rows at equal distances are of all lengths and of all minibatches. A micro-batch would have the longest or
+        # the shortest ones, and the policy may have learned from it before the others, or right now.
+        learned = rollout.policy_tokens.any(1).cpu().nonzero()[:, 0]
+        if not len(learned):  # A rank without a token runs a forward, too: weights may be sharded.
+            learned = torch.arange(1)
+        count = min(self.plan.micro_batch_size, len(learned))
+        index = learned[torch.arange(count) * len(learned) // count]
+        part = rollout.rows(index).to(self.device)
+        scores = actor_critic(part.sequences, self.args.temperature, with_values=False)
+        _, metrics = ppo_loss(
+            scores,
+            part,
+            cliprange=self.loss_settings["cliprange"],
+            ratio_level=self.loss_settings["ratio_level"],
+        )
+        self.metrics.mean("approx_kl", metrics["approx_kl"], part.policy_tokens)
+        self.metrics.maximum("ratio/max", metrics["ratio/max"], part.policy_tokens)
 
     def trains_policy(self, global_step: int) -> bool:
         """Check if the optimizer step whose losses are computed moves the policy, or only the critic."""

@@ -93,7 +93,7 @@ class Curves:
     def is_dead(self) -> bool:
         """True if the policy does not change; without a reference, its updates and its entropy show that."""
         entropy, largest = self.of("entropy"), self.of("approx_kl").values.max()
-        return not (abs(self.kl.end) >= 0.05 or largest >= 1e-3 or entropy.rises or entropy.falls)
+        return not (abs(self.kl.end) >= 0.05 or largest >= 5e-3 or entropy.rises or entropy.falls)
 
     def outcome(self) -> str:
         """Sentence on the trend of the reward and the KL."""
@@ -116,7 +116,7 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
     "entropy": lambda x, c: (x.collapses and not (c.rises and c.narrows), x.first(below=0.5 * x.start)),
     "endless": lambda x, c: (x.start < 0.25 <= x.end, x.first(above=0.25)),
     "harm": lambda x, c: (x.recent < -0.5 and not c.narrows, x.first(below=-0.5)),
-    "updates": lambda x, c: (x.end >= 0.05, x.first(above=0.05)),
+    "updates": lambda x, c: (x.end >= 0.25, x.first(above=0.25)),
     "clip": lambda x, c: (x.end >= 0.3, x.first(above=0.3)),
     "skip": lambda x, c: (x.end >= 0.4, x.first(above=0.4)),
     "negative": lambda x, c: (x.end < -max(4 * x.error, 0.05), x.first(below=-max(4 * x.error, 0.05))),

@@ -236,7 +236,7 @@ class Policy(torch.nn.Module):
         super().__init__()
         self.shift = torch.nn.Parameter(torch.tensor(log_ratio, dtype=torch.float64))
 
-    def forward(self, sequences, temperature, with_entropy, with_kl):
+    def forward(self, sequences, temperature, with_entropy=False, with_kl=False, with_values=True):
         logprobs = self.rollout.old_logprobs + self.shift
         return TokenScores(logprobs, values=torch.zeros_like(logprobs))
 
@@ -265,7 +265,8 @@ def test_updates_log_the_metrics_of_their_losses(build):
     logged = updates.metrics.compute(alone, alone)
     assert logged["loss/policy"] == pytest.approx(mean.item(), rel=1e-5)
     assert logged["ratio/mean"] == logged["ratio/max"] == 1
-    assert logged["approx_kl"] == logged["stopped_early"] == logged["empty_steps"] == 0
+    assert logged["stopped_early"] == logged["empty_steps"] == 0
+    assert "approx_kl" not in logged  # it is measured after the rollout's last step
 
 
 @pytest.mark.parametrize(("target", "taken"), [(None, True), (0.2, True), (0.1, False)])
@@ -277,7 +278,72 @@ def test_updates_stop_above_target_kl(build, target, taken):
     assert updates.stopped_early != taken
     logged = updates.metrics.compute(alone, alone)
     assert logged["stopped_early"] == (not taken) / 2
-    assert logged["approx_kl"] == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
+
+
+class PolicyOfRows(torch.nn.Module):
+    """Policy that has made the tokens of each completion of a rollout more likely by another factor."""
+
+    def __init__(self, batch, log_ratios):
+        super().__init__()
+        self.batch, self.log_ratios, self.scored = batch, log_ratios, []
+
+    def forward(self, sequences, temperature, with_values):
+        width = sequences.completion_ids.shape[1]
+        last = self.batch.sequences.prompt_ids[:, -1].tolist()  # another one in each row
+        rows = [last.index(x) for x in sequences.prompt_ids[:, -1].tolist()]
+        self.scored.append(rows)
+        assert not torch.is_grad_enabled() and not with_values
+        return TokenScores(self.batch.old_logprobs[rows, :width] + self.log_ratios[rows, None])
+
+
+def measured(build, batch, log_ratios, plan=PLAN, **settings):
+    """What is logged of a policy that has moved, and the rows that it was run on."""
+    updates, policy = build(plan, **settings), PolicyOfRows(batch, log_ratios)
+    updates.start(batch, 0)
+    updates.measure(policy)
+    return updates.metrics.compute(alone, alone), policy.scored
+
+
+@pytest.mark.parametrize("num_mini_batches", [1, 2])
+def test_measured_kl_is_that_of_the_moved_policy(build, num_mini_batches):
+    """A log-ratio of 0.5 is a KL of e^0.5 − 1.5 = 0.149."""
+    plan = BatchPlan(2, gradient_accumulation_steps=4 // num_mini_batches, num_mini_batches=num_mini_batches)
+    logged, scored = measured(build, rollout(rows=8), torch.full((8,), 0.5), plan)
+    assert logged == pytest.approx({"approx_kl": math.exp(0.5) - 1.5, "ratio/max": math.exp(0.5)}, rel=1e-5)
+    assert scored == [[0, 4]]  # a micro-batch, at equal distances
+
+
+def test_measured_rows_have_tokens_that_the_policy_learns_from(build):
+    batch, log_ratios = rollout(rows=8), torch.arange(8) / 8
+    policy_mask = batch.response_mask.clone()
+    policy_mask[[0, 1, 2, 4]] = False
+    policy_mask[3, 1:] = False  # one token of three
+    logged, scored = measured(build, replace(batch, policy_mask=policy_mask), log_ratios)
+    assert scored == [[3, 6]]
+    first, other = (math.exp(x / 8) - 1 - x / 8 for x in (3, 6))
+    count = int(batch.response_mask[6].sum())
+    assert logged["approx_kl"] == pytest.approx((first + count * other) / (1 + count), rel=1e-5)
+    assert logged["ratio/max"] == pytest.approx(math.exp(6 / 8), rel=1e-5)
+
+
+def test_rank_without_a_token_runs_a_forward_and_logs_no_kl(build):
+    batch = rollout(rows=8)
+    nothing = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
+    logged, scored = measured(build, nothing, torch.ones(8))
+    assert logged == {} and len(scored) == 1
+
+
+@pytest.mark.parametrize(("level", "log_ratio"), [("token", 0.5 + 0.8), ("sequence", 0.5 + 0.8 / 4)])
+def test_measured_ratio_is_that_of_the_loss(build, level, log_ratio):
+    """A token of four moved by 0.8 more than the others."""
+    batch, log_ratios = rollout(rows=8, lengths=[4] * 8), torch.arange(8) / 8
+    policy = PolicyOfRows(batch, log_ratios)
+    shifted = replace(batch, old_logprobs=batch.old_logprobs - 0.8 * (torch.arange(4) == 1))
+    updates = build(importance_sampling_level=level)
+    updates.start(shifted, 0)
+    updates.measure(policy)
+    assert policy.scored == [[0, 4]]
+    assert updates.metrics.compute(alone, alone)["ratio/max"] == pytest.approx(math.exp(log_ratio), rel=1e-5)
 
 
 def test_updates_take_no_step_without_a_token(build):

@@ -58,7 +58,7 @@ GOOD = {
     "completions/repeated_ratio": 0.03 * FLAT,
     "reward/length_correlation": 0.1 * FLAT,
     "value/explained_variance": 0.1 + 0.4 * LEARNS,
-    "approx_kl": 0.01 * FLAT,
+    "approx_kl": 0.05 * FLAT,
     "clip_ratio/region_mean": 0.01 * FLAT,
     "time/score": 0.5 * FLAT,
     "time/generate": 4 * FLAT,
@@ -252,7 +252,7 @@ HARMLESS = {
     "traded": {"rewards/a/mean": 2 * UP, "rewards/b/mean": FLAT},
     "entropy": {"entropy": 2 - 1.2 * UP},
     "repeated": {"completions/repeated_ratio": 0.9 * UP, "episodes/turns": 3 * FLAT},
-    "updates": {"approx_kl": 0.02 * FLAT},
+    "updates": {"approx_kl": 0.2 * FLAT},
     "harm": {"value/explained_variance": 0.2 - 1000 * (np.arange(N) == 97)},
     "negative": {"kl_per_completion": 0.01 * np.sin(np.arange(N))},
     "slow": {"time/score": 4 * FLAT, "time/generate": 1 * FLAT, "time/update": 4 * FLAT},
@@ -269,7 +269,7 @@ def test_harmless_curve_gets_no_advice(name):
 
 NOTES = {
     "One reward is traded for the others": ({"rewards/a/mean": 2 * UP, "rewards/b/mean": DOWN}, "problem"),
-    "Updates move the policy too far": ({"approx_kl": 0.2 * UP}, "good"),
+    "Updates move the policy too far": ({"approx_kl": 0.4 * UP}, "good"),
     "Too many tokens are clipped": ({"clip_ratio/region_mean": 0.5 * UP}, "good"),
     "`target_kl` skips many optimizer steps": ({"stopped_early": UP}, "good"),
     "Completions become identical": ({"completions/repeated_ratio": 0.4 * UP}, "good"),
