@@ -177,9 +177,9 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Whether a colocated vLLM frees its keys and values on the GPU between rollouts."""
     vllm_importance_sampling_correction: bool | None = None
     """Whether advantages are weighted by the ratio of policy and sampler. Default with `overlap_rollouts`."""
-    vllm_importance_sampling_mode: SamplerCorrection = "sequence_truncate"
-    """The ratio of each `"token_..."` or the `"sequence_..."`; above the limit, `"..._truncate"` sets it to the
-    limit, `"..._mask"` to 0."""
+    vllm_importance_sampling_mode: SamplerCorrection = "token_truncate"
+    """The ratio of each `"token_..."` or the `"sequence_..."`, which is near 0 for most long completions; above the
+    limit, `"..._truncate"` sets it to the limit, `"..._mask"` to 0."""
     vllm_importance_sampling_clip_max: float | None = number(3.0, above=0)
     """Largest ratio."""
     vllm_kwargs: dict[str, Any] | str | None = None

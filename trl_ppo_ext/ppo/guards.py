@@ -125,6 +125,9 @@ class SamplerComparison:
         metrics.mean("sampling/importance_sampling_ratio/mean", weights, mask)
         metrics.minimum("sampling/importance_sampling_ratio/min", weights, mask)
         metrics.maximum("sampling/importance_sampling_ratio/max", weights, mask)
+        share = ppo_math.effective_share(weights, mask, self.all_sum)
+        # A rollout without a token that counts has no share.
+        metrics.mean("sampling/importance_sampling_ratio/effective_share", share, self.all_sum(mask.sum()) > 0)
         return weights
 
     def _check_rounding(self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor) -> None:

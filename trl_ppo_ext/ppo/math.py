@@ -161,7 +161,8 @@ def sampler_weights(
     Weights have no gradient, and are 1 at masked positions: where μ is π_old, nothing changes.
 
     Advantages are multiplied by them, which scales the loss: PPO's clipped objective is linear in a factor wₜ ≥ 0 of
-    Âₜ. Only the sequence's ratio without a bound is unbiased, and its variance grows with the length.
+    Âₜ. Only the sequence's ratio without a bound is unbiased, and its variance grows with the length: see
+    [`effective_share`].
 
     Source: https://fengyao.notion.site/off-policy-rl
     """
@@ -173,6 +174,18 @@ def sampler_weights(
     ratio, bound = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(), math.inf if clip_max is None else clip_max
     weights = torch.where(ratio > bound, bound if beyond == "truncate" else 0.0, ratio)
     return weights.expand_as(response_mask).masked_fill(response_mask == 0, 1)
+
+
+def effective_share(weights: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
+    r"""Effective sample size of importance weights, as a share of the tokens: (Σw)²/(n·Σw²).
+
+    1 if all weights are equal, 1/n if one token has all the weight, and 0 if all weights are 0. With weights of
+    sequences each completion counts by its length.
+    """
+    weights = _masked(weights, mask)
+    sums = torch.stack([weights.sum(), (weights**2).sum(), mask.sum().to(weights)])
+    total, squares, count = all_sum(sums).unbind()
+    return total**2 / (count * squares).clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 def clipped_policy_loss(

@@ -33,7 +33,22 @@ def test_differences_are_logged_over_sampled_tokens_and_weigh(tmp_path):
     torch.testing.assert_close(weights, away.masked_fill(~MASK, 0).exp())
     assert logged["sampling/sampling_logp_difference/mean"] == pytest.approx(0.01 / 5, rel=1e-4)
     assert logged["sampling/sampling_logp_difference/max"] == pytest.approx(0.004, rel=1e-3)
-    assert compared(tmp_path, LOGPROBS - away, vllm_importance_sampling_correction=False)[0] is None
+    ratios = away[MASK].exp()
+    share = (ratios.sum() ** 2 / (ratios**2).mean() / len(ratios) ** 2).item()
+    assert logged["sampling/importance_sampling_ratio/effective_share"] == pytest.approx(share, rel=1e-6)
+    plain, logged = compared(tmp_path, LOGPROBS - away, vllm_importance_sampling_correction=False)
+    assert plain is None and not any("importance" in name for name in logged)
+
+
+def test_token_ratios_are_the_default_of_rollouts_sampled_ahead(tmp_path):
+    args = config(tmp_path, use_vllm=True, vllm_mode="server", overlap_rollouts=True)
+    comparison = SamplerComparison(args, torch.float32, lambda x: x)
+    assert comparison.corrects
+    log_ratios = torch.tensor([[0.5, -0.7, 0.0], [-0.2, 0.1, 2.0]])
+    weights = comparison.weights(
+        TokenScores(log_ratios, torch.ones_like(log_ratios)), torch.zeros(2, 3), MASK, Metrics(), is_ahead=True
+    )
+    torch.testing.assert_close(weights, log_ratios.exp().clamp(max=3).masked_fill(~MASK, 1))
 
 
 @pytest.mark.parametrize(

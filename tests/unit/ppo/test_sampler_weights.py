@@ -7,7 +7,14 @@ from typing import get_args
 import pytest
 import torch
 
-from trl_ppo_ext.ppo_math import LOG_RATIO_BOUND, SamplerCorrection, clipped_policy_loss, gae, sampler_weights
+from trl_ppo_ext.ppo_math import (
+    LOG_RATIO_BOUND,
+    SamplerCorrection,
+    clipped_policy_loss,
+    effective_share,
+    gae,
+    sampler_weights,
+)
 
 # ---- closed forms
 
@@ -65,6 +72,59 @@ def test_weights_on_advantages_scale_the_clipped_loss():
     loss = clipped_policy_loss(logprobs, logprobs + 0.3 * sampled, advantages, 0.2, 0.2, dual_clip=3.0)
     weighted = clipped_policy_loss(logprobs, logprobs + 0.3 * sampled, advantages * weights, 0.2, 0.2, dual_clip=3.0)
     torch.testing.assert_close(weighted, weights * loss)
+
+
+# ---- effective sample size
+
+
+def test_effective_share_is_that_of_its_definition_over_tokens_that_count():
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(6, 5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(6, 5, generator=generator) < 0.6
+    counted = [w for row, counts in zip(weights.tolist(), mask.tolist()) for w, c in zip(row, counts) if c]
+    expected = sum(counted) ** 2 / len(counted) / sum(w * w for w in counted)
+    assert effective_share(weights.masked_fill(~mask, math.nan), mask).item() == pytest.approx(expected)
+    # two ranks, of which each has other rows
+    parts = zip(weights.split([2, 4]), mask.split([2, 4]))
+    sums = [torch.stack([x[m].sum(), (x[m] ** 2).sum(), m.sum().double()]) for x, m in parts]
+    on_ranks = effective_share(weights[:2], mask[:2], lambda own: own + sums[1])
+    assert on_ranks.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("weights", "share"), [([0.3] * 4, 1), ([0.0, 0.0, 2.0, 0.0], 0.25), ([0.0] * 4, 0)])
+def test_effective_share_of_equal_single_and_no_weights(weights, share):
+    assert effective_share(torch.tensor([weights]), torch.ones(1, 4)).item() == pytest.approx(share)
+    assert effective_share(torch.tensor([weights]), torch.zeros(1, 4)).item() == 0
+
+
+def normal_below(x):
+    return math.erfc(-x / math.sqrt(2)) / 2
+
+
+def truncated_lognormal(variance, bound):
+    """Mean weight and effective share of min(W, bound), where log W is normal and W has mean 1."""
+    deviation, log = math.sqrt(variance), math.log(bound)
+    above = 1 - normal_below((log + variance / 2) / deviation)
+    mean = normal_below((log - variance / 2) / deviation) + bound * above
+    squares = math.exp(variance) * normal_below((log - 1.5 * variance) / deviation) + bound**2 * above
+    return mean, mean**2 / squares
+
+
+@pytest.mark.parametrize(
+    ("mode", "mean", "share"), [("sequence_truncate", 0.043, 0.022), ("token_truncate", 1.0, 0.96)]
+)
+def test_weights_of_long_completions_keep_their_size_per_token_only(mode, mean, share):
+    """512 tokens of which each has a KL of 10/512 nats: twice the KL is the variance of the log-ratio."""
+    length, kl, bound = 512, 10.0, 3.0
+    variance = 2 * kl / length
+    noise = torch.randn(20_000, length, generator=torch.Generator().manual_seed(0))
+    log_ratios, mask = math.sqrt(variance) * noise - variance / 2, torch.ones(20_000, length)
+    weights = sampler_weights(log_ratios, torch.zeros_like(log_ratios), mask, mode, bound)
+    expected = truncated_lognormal(2 * kl if mode == "sequence_truncate" else variance, bound)
+    assert expected == pytest.approx((mean, share), rel=0.03)
+    measured = weights.mean().item(), effective_share(weights, mask).item()
+    # the mean of the completions has a standard error of 5 %
+    assert measured == pytest.approx(expected, rel=0.2 if mode == "sequence_truncate" else 1e-3)
 
 
 # ---- bias, by enumeration of all completions
