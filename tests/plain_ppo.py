@@ -201,6 +201,7 @@ class Sample:
     returns: list[float] = field(default_factory=list)  # targets of the critic
     outcomes: list[float] = field(default_factory=list)  # Monte Carlo returns
     unit: float = 1.0  # of the advantages, in that of the scores; a KL in the loss has the same
+    entropy_unit: float = 1.0  # size of the rollout's advantages, which an entropy bonus has too
 
     def __post_init__(self):
         self.token_scores = self.token_scores or [0.0] * len(self.ids)
@@ -463,6 +464,9 @@ def collect(models: Models, samples: list[Sample], s: Settings) -> None:
         unit = deviation([sample.advantages for sample in learned])
         for sample, advantages in zip(learned, whiten([sample.advantages for sample in learned])):
             sample.advantages, sample.unit = advantages, sample.unit * unit
+    size = math.sqrt(statistics.mean(x**2 for sample in learned for x in sample.advantages)) if learned else 0.0
+    for sample in samples:
+        sample.entropy_unit = size or 1.0
 
 
 # 4. ---- loss
@@ -511,7 +515,7 @@ def loss_of(models: Models, samples: list[Sample], s: Settings) -> tuple[Tensor,
         of_policy.extend(loss.item() for loss in losses)
         if s.kl_placement != "reward":
             losses = [x + s.kl_coef / sample.unit * kl for x, kl in zip(losses, now.kl)]
-        losses = [x - s.entropy_coef * entropy for x, entropy in zip(losses, now.entropies)]
+        losses = [x - s.entropy_coef * sample.entropy_unit * entropy for x, entropy in zip(losses, now.entropies)]
         completions.append(torch.stack(losses))
     loss = aggregate(completions, s) + (s.vf_coef * aggregate(of_values, s) if of_values else 0)
     metrics = {name: clips[name] / len(of_policy) for name in ("low", "high", "dual")}

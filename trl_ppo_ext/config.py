@@ -274,7 +274,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     vf_coef: float = number(0.5, at_least=0)
     """Coefficient of the value loss."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus, aggregated as the loss is; TRL's is always a mean over tokens."""
+    """Coefficient of the entropy bonus, aggregated as the loss is; TRL's is always a mean over tokens. It is in units
+    of a rollout's advantages, their root mean square, so that the bonus weighs as beside whitened ones."""
     gamma: float = number(1.0, at_least=0, at_most=1)
     """Discount factor."""
     lam: float | None = number(None, at_least=0, at_most=1)

@@ -41,6 +41,7 @@ RUNS = {
     "decoupled lambdas": {"lam": 0.7, "lam_critic": 0.98, "gamma": 0.97, "dual_clip": 1.2},
     "plain values": {"normalize_values": False, "max_grad_norm": 0.3, "weight_decay": 0.1, "kl_coef": 0.3},
     "head": {"critic": "head", "lam_critic": 1.0, "max_grad_norm": 0.3},
+    "entropy bonus": {"entropy_coef": 0.1},
     "adapter": {"critic": "adapter", "critic_learning_rate": 2e-3},
     # six prompts of two completions each: those of another group could not stand in for them
     "none": {"critic": "none", "num_generations": 2, "shuffle_dataset": False},

@@ -265,6 +265,11 @@ def masked_var(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Ten
     return _moments(x, mask, all_sum)[1]
 
 
+def root_mean_square(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> float:
+    """Root of the mean square over the mask; 1 if all are 0."""
+    return masked_mean(x**2, mask, all_sum).sqrt().item() or 1.0
+
+
 def whiten(
     x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone, keeps_mean: bool = False
 ) -> tuple[Tensor, float]:

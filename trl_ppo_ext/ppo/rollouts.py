@@ -74,6 +74,7 @@ class Rollout:
     policy_mask: Tensor | None = None  # 1 where the policy learns; None where all tokens do that count
     value_weights: Tensor | None = None  # in the loss of the values; None if all are 1
     kl_coef: float = 0.0  # constant over the rollout's updates
+    entropy_unit: float = 1.0  # of the advantages, by which the entropy bonus is multiplied
 
     @property
     def policy_tokens(self) -> Tensor:
@@ -104,17 +105,19 @@ class Rollout:
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors of the rollout by name, for a checkpoint."""
         token_ids = {name: x for name, x in vars(self.sequences).items() if isinstance(x, Tensor)}
-        kl_coef = torch.tensor(self.kl_coef, dtype=torch.float64)
-        return {f"sequences.{name}": x for name, x in token_ids.items()} | self.tensors | {"kl_coef": kl_coef}
+        numbers = {"kl_coef": self.kl_coef, "entropy_unit": self.entropy_unit}
+        scalars = {name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()}
+        return {f"sequences.{name}": x for name, x in token_ids.items()} | self.tensors | scalars
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor], device: torch.device | str) -> "Rollout":
         """Restore the state returned by [`state_dict`]."""
         tensors = dict(state)
         kl_coef = tensors.pop("kl_coef").item()
+        entropy_unit = tensors.pop("entropy_unit").item()
         prefix = "sequences."
         token_ids = {key.removeprefix(prefix): tensors.pop(key) for key in state if key.startswith(prefix)}
-        rollout = cls(Sequences(**token_ids), **tensors, kl_coef=kl_coef)
+        rollout = cls(Sequences(**token_ids), **tensors, kl_coef=kl_coef, entropy_unit=entropy_unit)
         return rollout.to(device)
 
 
@@ -321,6 +324,7 @@ def collect(
         policy_mask=None if policy_mask is response_mask else policy_mask,
         value_weights=value_weights,
         kl_coef=run.kl_coef / (reward_unit * result.unit),  # a KL in the loss weighs as much as one in the reward
+        entropy_unit=ppo_math.root_mean_square(advantages, policy_mask, all_sum) if args.entropy_coef else 1.0,
     )
     learned: dict[str, Any] = {"values": result.values, "returns": result.returns, "advantages": rollout.advantages}
     return rollout, after, samples._replace(**learned)

@@ -100,7 +100,8 @@ def ppo_loss(
         loss = loss + rollout.kl_coef * kl
         metrics["loss/kl"] = kl
     if scores.entropies is not None:
-        loss = loss - entropy_coef * scores.entropies
+        # The unit is 1 beside whitened advantages.
+        loss = loss - entropy_coef * rollout.entropy_unit * scores.entropies
 
     with torch.no_grad():
         bound = ppo_math.LOG_RATIO_BOUND
