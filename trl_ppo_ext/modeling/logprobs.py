@@ -4,7 +4,9 @@ Logits over the vocabulary exist for one chunk of rows at a time, in the forward
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from transformers import PreTrainedConfig
 
 # Logits per chunk. On a CPU a chunk should fit the caches; a GPU needs large products.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
+BLOCK = 2**21  # weights that are cast to float32 at a time, where no product of 16 bits is kept in float32
 
 
 class TokenScores(NamedTuple):
@@ -45,6 +48,55 @@ def logit_scale_and_cap(config: PreTrainedConfig) -> tuple[float, float | None]:
     return scale, None if cap is None else cap / scale
 
 
+@lru_cache
+def _keeps_float32(device_type: str, dtype: torch.dtype) -> bool:
+    """Check if a device keeps products of 16-bit numbers in float32, as CUDA does since torch 2.8."""
+    some = torch.zeros(16, 16, dtype=dtype, device=device_type)
+    try:
+        torch.mm(some, some, torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+@contextmanager
+def _factors_of(dtype: torch.dtype) -> Iterator[None]:
+    """Let a CPU round factors of float32 products to bfloat16, if they are of that dtype: it is exact, and fast."""
+    settings = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
+    if settings is None or dtype != torch.bfloat16:
+        yield
+        return
+    previous = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = previous
+
+
+def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """Compute `hidden @ weight.T` in `out`, in float32. Factors have the dtype of `weight`, whatever autocast does.
+
+    The product of two 16-bit numbers is exact in float32. Rounded to bfloat16 again, logits near 16 are off by up to
+    0.06, which is more than a step of the policy.
+    """
+    hidden = hidden.to(weight.dtype)
+    if weight.dtype == torch.float32:
+        return torch.mm(hidden, weight.T, out=out)
+    if weight.dtype.itemsize > 2:
+        return out.copy_(hidden @ weight.T)
+    if _keeps_float32(weight.device.type, weight.dtype):
+        return torch.mm(hidden, weight.T, torch.float32, out=out)
+    # elsewhere factors are cast, a block of the weight at a time
+    hidden = hidden.float()
+    size = max(1, BLOCK // weight.shape[1])
+    with _factors_of(weight.dtype):
+        for start in range(0, len(weight), size):
+            block = slice(start, start + size)
+            torch.mm(hidden, weight[block].float().T, out=out[:, block])
+    return out
+
+
 class _Projection:
     """Projection of a chunk of hidden states to the vocabulary, and of derivatives back.
 
@@ -52,24 +104,31 @@ class _Projection:
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, temperature: float, cap: float | None, rows: int, references: bool
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        cap: float | None,
+        rows: int,
+        references: bool,
+        in_float32: bool,
     ):
         device = weight.device
+        self.weight = weight
         # autocast does not apply to products with `out`
-        autocast = torch.is_autocast_enabled(device.type)
-        self.weight = weight.to(torch.get_autocast_dtype(device.type)) if autocast else weight
+        if torch.is_autocast_enabled(device.type) and not in_float32:
+            self.weight = weight.to(torch.get_autocast_dtype(device.type))
         self.bias, self.temperature, self.cap = bias, temperature, cap
-        self.product = self.weight.new_empty(rows, len(weight))
-        self.logits = self.product if self.product.dtype == torch.float32 else self.product.float()
+        self.logits = torch.empty(rows, len(weight), device=device)
+        is_rounded = self.weight.dtype != torch.float32
+        self.rounded = self.weight.new_empty(rows, len(weight)) if is_rounded else self.logits
         self.log_p = torch.empty_like(self.logits)
         self.log_q = torch.empty_like(self.logits) if references else self.log_p
         self.slope = None if cap is None else torch.empty_like(self.logits)
 
     def log_softmax(self, hidden: Tensor, out: Tensor) -> Tensor:
         rows = slice(len(hidden))
-        logits = torch.mm(hidden.to(self.weight.dtype), self.weight.T, out=self.product[rows])
-        if logits.dtype != torch.float32:
-            logits = self.logits[rows].copy_(logits)
+        logits = project(hidden, self.weight, out=self.logits[rows])
         if self.bias is not None:
             logits += self.bias.float()
         if self.slope is not None and self.cap is not None:
@@ -83,8 +142,10 @@ class _Projection:
         """Derivative by the hidden states of the last [`log_softmax`]; `dlogits` is overwritten."""
         if self.slope is not None:
             dlogits *= self.slope[: len(dlogits)]
+        # in the weight's dtype: errors relative to the terms of a sum average out, while a log-prob is a small
+        # difference of logits, in which an error relative to the logits is large
         if self.weight.dtype != torch.float32:
-            dlogits = self.product[: len(dlogits)].copy_(dlogits)
+            dlogits = self.rounded[: len(dlogits)].copy_(dlogits)
         return (dlogits @ self.weight).float() / self.temperature
 
 
@@ -150,6 +211,7 @@ class _TokenLogprobs(torch.autograd.Function):
         cap: float | None,
         ref_hidden: Tensor | None,
         with_entropy: bool,
+        in_float32: bool,
     ) -> tuple[Tensor | None, ...]:
         with_kl, trained = ref_hidden is not None, ctx.needs_input_grad[0]
         computed = (True, with_entropy, with_kl)
@@ -158,7 +220,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_logits = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"])
         # not fewer with a reference: products over other rows may round otherwise, and the first ratio must be 1
         size = min(len(tokens), max(1, chunk_logits // len(weight)))
-        projection = _Projection(weight, bias, temperature, cap, size, with_kl)
+        projection = _Projection(weight, bias, temperature, cap, size, with_kl, in_float32)
         for start in range(0, len(tokens), size or 1):
             rows = slice(start, start + size)
             ref_rows = None if ref_hidden is None else ref_hidden[rows]
@@ -176,7 +238,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for gradient, derivative in zip(gradients[1:], others):
             if derivative is not None:
                 grad += gradient[:, None] * derivative
-        return grad, *(None,) * 7
+        return grad, *(None,) * 8
 
 
 def token_logprobs(
@@ -188,15 +250,18 @@ def token_logprobs(
     with_entropy: bool = False,
     ref_hidden: Tensor | None = None,
     cap: float | None = None,
+    in_float32: bool = False,
 ) -> TokenScores:
     """Log-probs of `tokens` `[rows]` under `softmax((hidden @ weight.T + bias) / temperature)`, entropies and KLs.
 
     Gradients flow to `hidden` `[rows, hidden]` only: the projection `weight` `[vocabulary, hidden]` is part of the
     frozen base, and the reference is a constant. The KL is computed with `ref_hidden`, the reference's hidden states.
-    With a cap c, a logit z of the projection is c·tanh(z/c).
+    With a cap c, a logit z of the projection is c·tanh(z/c). Logits are float32; autocast rounds the factors of their
+    products, unless the projection is `in_float32`.
 
     The KL is the sum over the vocabulary, not an estimate: KL(π ‖ π_ref) = Σᵥ pᵥ·(log pᵥ − log qᵥ). It is exactly 0
     where both have the same hidden state. Elsewhere it carries the rounding of the logits (about 1e-6 for logits
     around 10), so where both nearly agree it may be slightly negative; it is not clamped.
     """
-    return TokenScores(*_TokenLogprobs.apply(hidden, weight, bias, tokens, temperature, cap, ref_hidden, with_entropy))
+    settings = temperature, cap, ref_hidden, with_entropy, in_float32
+    return TokenScores(*_TokenLogprobs.apply(hidden, weight, bias, tokens, *settings))

@@ -124,32 +124,63 @@ def test_the_backward_keeps_a_derivative_for_each_statistic(with_entropy, with_k
     assert not any(isinstance(value, torch.Tensor) for value in vars(statistics.logprobs.grad_fn).values())
 
 
-def test_bf16_log_sum_exp_is_computed_in_float32():
+def test_bf16_logits_are_not_rounded_to_bf16():
+    """The product of two numbers in bfloat16 is exact in float32."""
     hidden, weight, _, tokens = problem(torch.bfloat16)
-    logprobs = token_logprobs(hidden, weight, tokens).logprobs
-    logits = (hidden @ weight.T).float()
-    assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+    large = 4 * hidden.detach()  # logits of up to 40, which bfloat16 rounds by up to 0.1
+    got = token_logprobs(large, weight, tokens, with_entropy=True)
+    log_p = (large.double() @ weight.double().T).log_softmax(-1)
+    assert got.logprobs.dtype == torch.float32
+    torch.testing.assert_close(got.logprobs.double(), log_p.gather(1, tokens[:, None])[:, 0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(got.entropies.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-5)
 
 
-def test_bf16_kl_is_that_of_the_rounded_logits():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 3 * HIDDEN, 2**21])
+def test_blocks_of_the_weight_change_no_logit(monkeypatch, dtype, size):
+    """Also in float16, whose numbers would change if a CPU rounded factors to bfloat16."""
+    monkeypatch.setattr(module, "BLOCK", size)
+    hidden, weight, *_ = problem(dtype)
+    out = module.project(hidden.detach(), weight, torch.empty(ROWS, VOCABULARY))
+    torch.testing.assert_close(out.double(), hidden.double() @ weight.double().T, rtol=1e-6, atol=1e-6)
+
+
+def test_precision_of_other_products_stays_as_it_was():
+    if not hasattr(torch.backends.mkldnn, "matmul"):
+        pytest.skip("torch 2.9 added this setting")
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    hidden, weight, _, tokens = problem(torch.bfloat16)
+    token_logprobs(hidden, weight, tokens)
+    assert torch.backends.mkldnn.matmul.fp32_precision == precision
+
+
+def test_bf16_kl_is_that_of_unrounded_logits():
     hidden, weight, _, tokens = problem(torch.bfloat16)
     ref_hidden = near(hidden)
     kls = token_logprobs(hidden, weight, tokens, ref_hidden=ref_hidden).kls
-    log_p, log_q = ((h @ weight.T).double().log_softmax(-1) for h in (hidden.detach(), ref_hidden))
-    torch.testing.assert_close(kls.double(), (log_p.exp() * (log_p - log_q)).sum(-1), rtol=1e-5, atol=3e-6)
+    expected = plain_kl(hidden, ref_hidden, weight, temperature=1.0)
+    torch.testing.assert_close(kls.double(), expected, rtol=1e-5, atol=3e-6)
     (got,) = torch.autograd.grad(kls.sum(), hidden)
-    (expected,) = torch.autograd.grad(plain_kl(hidden, ref_hidden, weight, temperature=1.0).sum(), hidden)
+    (gradient,) = torch.autograd.grad(expected.sum(), hidden)
     assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(got, gradient, rtol=0.05, atol=0.05)
 
 
-def test_autocast_rounds_the_logits_and_no_sum_over_the_vocabulary():
+def test_autocast_rounds_the_factors_of_the_logits_and_no_sum():
     hidden, weight, _, tokens = problem(torch.float32)
     ref_hidden = near(hidden, 0.01)
     with torch.autocast("cpu", torch.bfloat16):
         got = token_logprobs(hidden, weight, tokens, with_entropy=True, ref_hidden=ref_hidden)
-        logits, ref_logits = hidden @ weight.T, ref_hidden @ weight.T
-    log_p, log_q = logits.double().log_softmax(-1), ref_logits.double().log_softmax(-1)
+    rounded, *both = (x.detach().bfloat16().double() for x in (weight, hidden, ref_hidden))
+    log_p, log_q = ((x @ rounded.T).log_softmax(-1) for x in both)
     torch.testing.assert_close(got.kls.double(), (log_p.exp() * (log_p - log_q)).sum(-1), rtol=1e-4, atol=3e-6)
     torch.testing.assert_close(got.entropies.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-6)
+
+
+def test_projection_in_float32_ignores_autocast():
+    hidden, weight, bias, tokens = problem(torch.float32)
+    expected = token_logprobs(hidden, weight, tokens, bias=bias).logprobs
+    with torch.autocast("cpu", torch.bfloat16):
+        got = token_logprobs(hidden, weight, tokens, bias=bias, in_float32=True).logprobs
+        assert not torch.equal(token_logprobs(hidden, weight, tokens, bias=bias).logprobs, expected)
+    assert torch.equal(got, expected)
