@@ -115,6 +115,9 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     model_init_kwargs: dict[str, Any] | str | None = None
     """Keyword arguments of `from_pretrained`, if `model` is a string. A `dtype` overrides `bf16`."""
+    cast_lm_head_to_fp32: bool = False
+    """Compute logits in float32 also while sampling with transformers, and from numbers that autocast does not round.
+    Log-probs always have float32 logits."""
     trust_remote_code: bool = False
     """Whether models and tokenizers may run code."""
 

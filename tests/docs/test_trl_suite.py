@@ -34,7 +34,7 @@ REASONS = [
     ),
     (r"token_summed_loss\[d", "weights each sequence by its completion length", "no warning about a common choice"),
     (
-        "sync_ref|lm_head_to|adaptive_entropy",
+        "sync_ref|adaptive_entropy",
         "must be ",
         "refused with a reason in docs/from_grpo.md",
     ),

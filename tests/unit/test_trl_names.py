@@ -66,6 +66,7 @@ def test_every_field_of_grpo_is_a_field():
         ),
         # 4 rollouts of 128 completions, of 4 minibatches each
         ({"total_episodes": 400, "gradient_accumulation_steps": 4}, {"max_steps": 16}),
+        ({"cast_lm_head_to_fp32": True}, {"cast_lm_head_to_fp32": True}),
         ({"top_k": None, "use_liger_kernel": True}, {"top_k": 0, "use_liger_kernel": False}),
         ({"max_grad_norm": None}, {"max_grad_norm": 0.0}),
     ],

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..distributed import gathered, unsharded_weights
 from ..sequences import Packed, Sequences
 from .adapters import adapter_parameters, add_adapter, load_adapter_weights
 from .critics import SideCritic, ValueHead
-from .logprobs import TokenScores, logit_scale_and_cap, token_logprobs
+from .logprobs import TokenScores, logit_scale_and_cap, project, token_logprobs
 
 # earlier versions count a list of layers from another one, so all states are kept
 SELECTS_STATES = hasattr(output_capturing, "selected_hidden_states")
@@ -109,6 +109,27 @@ def _add_product(base: nn.Module, down: Tensor, up: Tensor, scale: float, copies
     return outputs
 
 
+@contextmanager
+def in_float32(head: Any) -> Iterator[None]:
+    """Let an output projection, whose weights must be gathered, return logits in float32, without gradients."""
+    forward = vars(head).get("forward")  # of a hook
+
+    def float32_logits(hidden: Tensor) -> Tensor:
+        rows = hidden.flatten(0, -2)
+        logits = project(rows, head.weight, torch.empty(len(rows), len(head.weight), device=hidden.device))
+        if head.bias is not None:
+            logits += head.bias
+        return logits.unflatten(0, hidden.shape[:-1])
+
+    head.forward = float32_logits
+    try:
+        yield
+    finally:
+        del head.forward
+        if forward is not None:
+            head.forward = forward
+
+
 # attributes of the policy that the Trainer and Accelerate must not find: they would treat this as a plain model
 HIDDEN = frozenset(
     "base_model_prefix estimate_tokens floating_point_ops hf_device_map hf_quantizer is_loaded_in_4bit "
@@ -131,6 +152,8 @@ class ActorCritic(nn.Module):
         critic_adapter (`str`, *optional*): Adapter that the value head reads. Defaults to the policy's.
         critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of a head on the policy's trunk also trains the policy's adapter.
+        cast_lm_head_to_fp32 (`bool`, *optional*, defaults to `False`):
+            Whether sampling computes logits in float32, as log-probs do, and autocast does not round their factors.
     """
 
     accepts_loss_kwargs = False  # the Trainer would read it off the signature of `forward`
@@ -142,6 +165,7 @@ class ActorCritic(nn.Module):
         reference_adapter: str | None = None,
         critic_adapter: str | None = None,
         critic_backprop: bool = True,
+        cast_lm_head_to_fp32: bool = False,
     ):
         super().__init__()
         self.policy = policy
@@ -150,6 +174,7 @@ class ActorCritic(nn.Module):
         self.reference_adapter = reference_adapter
         self.critic_adapter = critic_adapter
         self.critic_backprop = critic_backprop
+        self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.active_adapter: str | None = self.policy_adapter
         self._layers = list(adapter_layers(policy))
         self._is_checked = self._packs = False  # until the first rollout
@@ -305,7 +330,8 @@ class ActorCritic(nn.Module):
         head = self.policy.get_base_model().get_output_embeddings()
         tokens, scaled = sequences.pick(sequences.completion_ids), temperature / self._logit_scale
         with gathered([head.weight, head.bias]):
-            return token_logprobs(hidden, head.weight, tokens, scaled, bias=head.bias, cap=self._logit_cap, **kwargs)
+            settings = {"bias": head.bias, "cap": self._logit_cap, "in_float32": self.cast_lm_head_to_fp32}
+            return token_logprobs(hidden, head.weight, tokens, scaled, **settings, **kwargs)
 
     @torch.no_grad()
     def check_logits(self) -> None:
@@ -365,10 +391,15 @@ class ActorCritic(nn.Module):
         # transformers would fill unset fields from it, and sample from another distribution than the scored one
         own, base.generation_config = base.generation_config, GenerationConfig()
         # torch would copy the projection for each row of last states, which are a slice of the prompts' states
-        hook = base.get_output_embeddings().register_forward_pre_hook(lambda head, args: (args[0].contiguous(),))
+        head = base.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda head, args: (args[0].contiguous(),))
         try:
-            # with a static cache, transformers compiles on a GPU, and would again for each forward that is replaced
-            with nullcontext() if config.cache_implementation else fused(self.policy, self.policy_adapter):
+            with ExitStack() as stack:
+                # with a static cache, transformers compiles on a GPU, and would again for each new forward
+                if not config.cache_implementation:
+                    stack.enter_context(fused(self.policy, self.policy_adapter))
+                    if self.cast_lm_head_to_fp32:
+                        stack.enter_context(in_float32(head))
                 return base.generate(input_ids, attention_mask=attention_mask, generation_config=config, **kwargs)
         finally:
             base.generation_config = own

@@ -247,7 +247,8 @@ def load_actor_critic(
             head.load_saved(saved_head)
         except ValueError as error:
             raise ValueError(f"The critic of `critic_init={start!r}` does not fit the model: {error}") from None
-    return ActorCritic(policy, head, reference, critic_adapter, args.critic_options.backprop)
+    settings = args.critic_options.backprop, args.cast_lm_head_to_fp32
+    return ActorCritic(policy, head, reference, critic_adapter, *settings)
 
 
 def check_optimizers(optimizer: torch.optim.Optimizer | None, scheduler: Any, actor_critic: ActorCritic) -> None:

@@ -348,6 +348,27 @@ def test_sampling_does_without_the_forward_of_peft(tmp_path, monkeypatch):
         built.sample(ids, torch.ones_like(ids), settings)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_cast_head_samples_from_logits_in_float32(tmp_path, with_bias):
+    """Also of a base in bfloat16, which returns rounded logits; its trunk rounds as before."""
+    model = llama()
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(32)) if with_bias else None
+    built = load_actor_critic(model.bfloat16(), config(tmp_path, cast_lm_head_to_fp32=True))
+    settings = GenerationConfig(do_sample=True, max_new_tokens=1, top_k=0, pad_token_id=0, output_logits=True)
+    settings.return_dict_in_generate = True
+    ids, head = torch.tensor([[3, 5, 7]]), built.policy.get_base_model().get_output_embeddings()
+    [logits] = built.sample(ids, torch.ones_like(ids), settings).logits
+    hidden = built.trunk(ids).last_hidden_state[:, -1]
+    expected = torch.nn.functional.linear(
+        hidden.float(), head.weight.float(), head.bias.float() if with_bias else None
+    )
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(logits, logits.bfloat16().float()) and "forward" not in vars(head)
+    built.cast_lm_head_to_fp32 = False
+    [rounded] = built.sample(ids, torch.ones_like(ids), settings).logits
+    assert torch.equal(rounded, rounded.bfloat16().float())
+
+
 def test_sampling_takes_nothing_from_the_models_own_generation_config(tmp_path):
     model = llama()
     model.generation_config.min_p, model.generation_config.suppress_tokens = 1.0, list(range(4, 32))
