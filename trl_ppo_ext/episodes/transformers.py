@@ -1,8 +1,8 @@
 """Sampling with `generate` of transformers."""
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any, Protocol, cast
 
@@ -19,6 +19,7 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.generation import GenerationMode
 from transformers.utils import logging
 
 from ..config import PPOConfig
@@ -41,7 +42,7 @@ class Generator(Protocol):
     stop_token_ids: frozenset[int]
     args: PPOConfig
     evaluates: bool = False  # then at `eval_temperature`
-    # of the completions of the last call, per token; None if the policy itself samples
+    # of the completions of the last call, per token; None if the backend has none
     sampled_logprobs: list[list[float]] | None = None
     ahead: Ahead | None = None  # the next rollout, if it was begun
 
@@ -140,6 +141,26 @@ class _Ends(StoppingCriteria):
         return ended | (ended.sum() >= max(FEWEST, self.share * len(ended)))
 
 
+class _SampledLogprobs(StoppingCriteria):
+    """Keeps log-probs of sampled tokens under the logits that they were sampled from, before filters; ends no row."""
+
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+        self.logits: Tensor | None = None  # of the step, `[batch, vocabulary]`
+        self.steps: list[Tensor] = []  # `[batch]`
+
+    def read(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Keep the logits of a forward of the model, as a hook."""
+        self.logits = output.logits[:, -1]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        if self.logits is not None:
+            logits = self.logits.float() / self.temperature
+            self.steps.append(-nn.functional.cross_entropy(logits, input_ids[:, -1], reduction="none"))
+            self.logits = None
+        return torch.zeros_like(input_ids[:, 0], dtype=torch.bool)
+
+
 class TransformersGenerator(Generator):
     """Samples from the actor-critic's policy."""
 
@@ -164,6 +185,9 @@ class TransformersGenerator(Generator):
             raise ValueError(f"{cause}; use `stop_token_ids`.") from error
         self.reuses, self.batch_size = can_reuse(actor_critic, self.config), args.per_device_generation_batch_size
         self.leaving = LEAVING if self.reuses and not any(getattr(self.config, x) for x in RESTARTING) else 1
+        # one forward of the policy per token; a static cache may be compiled, and guidance runs a second forward
+        self.keeps_logprobs = self.config.get_generation_mode() == GenerationMode.SAMPLE
+        self.keeps_logprobs &= not (self.config.cache_implementation or self.config.guidance_scale)
 
     def awake(self) -> AbstractContextManager[None]:
         """Gather sharded weights: ranks then sample by themselves."""
@@ -177,10 +201,14 @@ class TransformersGenerator(Generator):
     def _generate_batch(
         self, inputs: tuple[Tensor, Tensor], rooms: list[int], cache: Cache | None = None
     ) -> list[list[int]]:
-        """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens."""
+        """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens.
+
+        Log-probs of their tokens are appended to `sampled_logprobs`, unless that is `None`.
+        """
         (ids, mask), width, is_turn, longest = inputs, inputs[0].shape[1], cache is not None, max(rooms)
         ends, options = _Ends(self, ids, rooms), dict[str, Any](synced_gpus=False)
-        options["stopping_criteria"] = StoppingCriteriaList([ends])
+        sampled_logprobs = _SampledLogprobs(self.temperature or 1.0)
+        options["stopping_criteria"] = StoppingCriteriaList([ends, sampled_logprobs])
         if self.reuses:
             options["past_key_values"] = cache = cache or self.new_cache()
             for layer in cache.layers:
@@ -188,10 +216,13 @@ class TransformersGenerator(Generator):
         config = copy(self.config)
         config.temperature, config.top_k = self.temperature or 1.0, config.top_k if self.temperature else 1
         rows, completions = [*range(len(ids))], dict[int, list[int]]()  # rows by place in the cache
+        logprobs: list[list[float]] = [[] for _ in rows]
         while True:
             config.max_new_tokens = width + longest - ids.shape[1]
-            with self.accelerator.autocast():
+            begin = ids.shape[1]
+            with self.accelerator.autocast(), self._recording(sampled_logprobs):
                 ids = self.actor_critic.sample(ids, mask, config, **options)
+            self._note_logprobs(sampled_logprobs, rows, ids.shape[1] - begin, logprobs)
             sampled = torch.cat([ends.lengths[:, None], ids[:, width:]], 1).tolist()
             completions |= {row: cut_at_stop(x[:end], self.stop_token_ids) for row, (end, *x) in zip(rows, sampled)}
             staying = [place for place, (end, *x) in enumerate(sampled) if end > len(x)]
@@ -205,7 +236,34 @@ class TransformersGenerator(Generator):
             mask = nn.functional.pad(mask[index], (0, ids.shape[1] - mask.shape[1]), value=1)
         if cache is not None and rows != sorted(rows):
             cache.batch_select_indices(self._on_device(sorted(range(len(rows)), key=rows.__getitem__)))
+        if self.sampled_logprobs is not None:
+            self.sampled_logprobs += [logprobs[row][: len(completions[row])] for row in sorted(completions)]
         return [completions[row] for row in sorted(completions)]
+
+    @contextmanager
+    def _recording(self, sampled_logprobs: _SampledLogprobs) -> Iterator[None]:
+        """Let log-probs be kept, if `sampled_logprobs` is not `None`."""
+        if self.sampled_logprobs is None:
+            yield
+            return
+        hook = self.actor_critic.policy.get_base_model().register_forward_hook(sampled_logprobs.read)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _note_logprobs(
+        self, sampled: _SampledLogprobs, rows: list[int], columns: int, logprobs: list[list[float]]
+    ) -> None:
+        """Append the log-probs of a call's new columns to those of its rows."""
+        if self.sampled_logprobs is None:
+            return
+        if len(sampled.steps) != columns:  # a replaced `sample`
+            self.sampled_logprobs = None
+            return
+        for row, new in zip(rows, torch.stack(sampled.steps, 1).tolist()):
+            logprobs[row] += new
+        sampled.steps.clear()
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check for a stop token or a stop string at the end."""
@@ -215,8 +273,14 @@ class TransformersGenerator(Generator):
     def generate(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[list[int]]:
         """Sample a completion for each prompt, of at most so many tokens."""
         size, rooms = self.batch_size or len(prompts), rooms or [self.config.max_new_tokens] * len(prompts)
+        self.begin_logprobs()
         parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
         return [ids for x in parts for ids in self._generate_batch(self._padded(prompts[x]), rooms[x])]
+
+    def begin_logprobs(self) -> None:
+        """Begin the log-probs of a call; they are comparable at the temperature of the policy only."""
+        is_comparable = self.keeps_logprobs and self.temperature == self.args.temperature
+        self.sampled_logprobs = [] if is_comparable else None
 
     def conversation(self) -> "Conversation":
         """Sample turn after turn of the same episodes."""
@@ -258,6 +322,7 @@ class Conversation:
             inputs = ids, mask
 
         # 2. Sample; the cache then has all columns but the last.
+        generator.begin_logprobs()
         turns = generator._generate_batch(inputs, rooms, self.cache)
         width = inputs[0].shape[1]
         end = max(width, self.cache.get_seq_length())  # 0 if a replaced `generate` does not use the cache

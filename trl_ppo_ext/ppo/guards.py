@@ -88,6 +88,30 @@ class SamplerError(RuntimeError):
     """Raised when completions were not sampled from the policy."""
 
 
+def rounding(args: PPOConfig, dtype: torch.dtype) -> float:
+    """Nats per token that rounding explains in the mean of a rollout, of a sampler with the policy's weights."""
+    in_32_bits = dtype == torch.float32 and not (args.bf16 or args.fp16)
+    return ROUNDING if in_32_bits else ROUNDING_16_BITS
+
+
+def log_differences(tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor, metrics: Metrics) -> Tensor:
+    """Log how far the sampler's log-probs are from the policy's, and return the distances."""
+    differences = (tokens.logprobs - sampler_logprobs).abs()
+    metrics.mean("sampling/sampling_logp_difference/mean", differences, mask)
+    metrics.maximum("sampling/sampling_logp_difference/max", differences, mask)
+    return differences
+
+
+def warn_of_differences(differences: Tensor, mask: Tensor, tolerance: float, all_sum: Reduction) -> None:
+    """Warn once if the policy does not sample from the distribution in which it is scored."""
+    mean = ppo_math.masked_mean(differences, mask, all_sum).item()
+    if not mean <= tolerance:  # also NaN
+        logger.warning_once(
+            "Sampling and scoring differ by more than rounding, so the policy learns from completions of another one: "
+            "see `sampling/sampling_logp_difference/mean`. Try `generation_kwargs={'use_cache': False}`."
+        )
+
+
 class SamplerComparison:
     """Logs how far the sampler's log-probs are off, ends a run that is not sampled from, and weighs advantages."""
 
@@ -104,8 +128,7 @@ class SamplerComparison:
         rarest = [x for x in (args.top_k and 1 / (args.top_k + 1), args.min_p) if x]
         self.removed, self.removed_per_nat = 1 - args.top_p, sum(-1 / math.log(min(x, 0.999)) for x in rarest)
         if self.tolerance is None and args.repetition_penalty == 1:  # its effect has no such bound
-            in_32_bits = dtype == torch.float32 and not (args.bf16 or args.fp16)
-            self.tolerance = ROUNDING if in_32_bits else ROUNDING_16_BITS
+            self.tolerance = rounding(args, dtype)
 
     def weights(
         self, tokens: TokenScores, sampler_logprobs: Tensor, mask: Tensor, metrics: Metrics, is_ahead: bool = False
@@ -114,9 +137,7 @@ class SamplerComparison:
 
         Raises [`SamplerError`] on all ranks if the mean difference is beyond rounding, unless it was sampled ahead.
         """
-        differences = (tokens.logprobs - sampler_logprobs).abs()
-        metrics.mean("sampling/sampling_logp_difference/mean", differences, mask)
-        metrics.maximum("sampling/sampling_logp_difference/max", differences, mask)
+        log_differences(tokens, sampler_logprobs, mask, metrics)
         if not is_ahead:
             self._check_rounding(tokens, sampler_logprobs, mask)
         if not self.corrects:

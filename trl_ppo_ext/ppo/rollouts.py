@@ -25,7 +25,7 @@ from ..sequences import Sequences
 from . import math as ppo_math
 from .advantages import Cuts, Discounts, in_groups_that_differ, in_units, of_critic, of_groups, to_go
 from .baseline import MEMORY, Groups
-from .guards import SamplerComparison, report_nonfinite, stand_ins
+from .guards import SamplerComparison, log_differences, report_nonfinite, rounding, stand_ins, warn_of_differences
 from .math import Moments, Reduction
 from .metrics import (
     Metrics,
@@ -183,7 +183,7 @@ def sample(
     with timed("forward", metrics):
         tokens = score_tokens(roles, sequences)
 
-    # 4. Exclude what is not finite, compare with the sampler if it is another program, and log.
+    # 4. Exclude what is not finite, compare with the sampler, and log.
     valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
     nonfinite, excluded = ~tokens.is_finite & valid, None
     metrics.total("nonfinite_completions", nonfinite)
@@ -197,12 +197,17 @@ def sample(
     log_rewards(metrics, [reward.name for reward in roles.rewards], scored, valid, all_sum)
     valid = valid & scored.usable
     completion_mask, weights = sequences.completion_mask, None
-    if roles.sampler is not None and (training or args.eval_temperature is None):
+    has_logprobs = all(len(episode.logprobs) == len(episode.completion_ids) for episode in episodes)
+    if (has_logprobs or roles.sampler is not None) and (training or args.eval_temperature is None):
         sampled = [torch.tensor(episode.logprobs) for episode in episodes]
         logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(device)
         sampled_by = logprobs, completion_mask & valid[:, None]
-        weights = roles.sampler.weights(tokens, *sampled_by, metrics, is_ahead)
-        if training:
+        if roles.sampler is None:  # the policy itself
+            differences = log_differences(tokens, *sampled_by, metrics)
+            warn_of_differences(differences, sampled_by[1], rounding(args, roles.actor_critic.dtype), all_sum)
+        else:
+            weights = roles.sampler.weights(tokens, *sampled_by, metrics, is_ahead)
+        if roles.sampler is not None and training:
             with accelerator.autocast():
                 roles.sampler.check_version(roles.actor_critic, sequences, tokens, *sampled_by, is_ahead)
     log_completions(metrics, tokens, completion_mask, stopped, valid)

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.episodes.transformers import LEAVING, TransformersGenerator
+from trl_ppo_ext.sequences import Sequences
 
 # several lengths, some repeated more often than others, and not all side by side
 UNEVEN = [[5, 6, 7, 8], [5, 6, 7, 8], [9], [9], [4, 5, 6], [5, 6, 7, 8], [4, 5]]
@@ -153,6 +154,30 @@ def test_rows_that_ended_leave_and_greedy_completions_stay(build, in_turns):
         completions.append((first, second))
     assert completions[0] == completions[1] and len({len(ids) for ids in completions[0][0]}) > 10
     assert ratios[0] > 2 and ratios[1] < 1.35
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_logprobs_of_sampled_tokens_follow_their_rows(build, in_turns):
+    """Through rows that leave, turns with a cache, stop tokens and rooms; before filters, at the temperature."""
+    settings = {"max_completion_length": 50, "temperature": 0.7, "top_k": 9, "stop_token_ids": [6, 7]}
+    trainer = build(llama(max_position_embeddings=256), **settings)
+    generator, ids = trainer.roles.player.generator, torch.randint(8, 32, (64, 7)).tolist()
+    turns = generator.conversation() if in_turns else lambda ids, rooms, rows: generator.generate(ids, rooms)
+    rows, answered = [*range(64)], [*range(0, 64, 3)][::-1]
+    for rooms in ([50] * 64, [5 + row % 9 for row in range(22)]):
+        completions = turns(ids, rooms, rows)
+        scored = trainer.actor_critic(Sequences.from_token_ids(ids, completions, 0, "cpu"), 0.7).logprobs
+        assert [len(x) for x in generator.sampled_logprobs] == [len(x) for x in completions]
+        for expected, got in zip(scored, generator.sampled_logprobs):
+            torch.testing.assert_close(torch.tensor(got), expected[: len(got)], rtol=1e-4, atol=1e-4)
+        rows, ids = answered, [ids[row] + completions[row] + [5] * (row % 4) for row in answered]
+
+
+def test_logprobs_at_another_temperature_are_not_kept(build):
+    generator = build(eval_temperature=0.0).roles.player.generator
+    generator.evaluates = True
+    generator.generate(UNEVEN)
+    assert generator.sampled_logprobs is None
 
 
 @pytest.mark.parametrize("settings", [{"generation_kwargs": {"min_new_tokens": 2}}, {"repetition_penalty": 1.2}])

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs_of_tiny import rollouts_of, trainer
+from runs_of_tiny import rollouts_of, trainer, write_completions
 from tiny import config
+from transformers.utils import logging
 
 from trl_ppo_ext.modeling import TokenScores
+from trl_ppo_ext.modeling import actor_critic as actor_critic_module
 from trl_ppo_ext.ppo import rollouts as rollouts_module
 from trl_ppo_ext.ppo.guards import SamplerComparison, SamplerError
 from trl_ppo_ext.ppo.metrics import Metrics
@@ -215,3 +217,54 @@ def test_weights_multiply_the_advantages_of_a_rollout(tmp_path, monkeypatch):
     plain = advantages(0.5, corrects=False)
     assert plain.abs().sum() > 0
     torch.testing.assert_close(advantages(0.5, corrects=True), math.exp(0.5) * plain)
+
+
+# ---- transformers ----
+
+
+def drawn(tmp_path, **settings):
+    """A trainer whose policy is far from its base, and its rollouts."""
+    built = trainer(tmp_path, max_steps=1, per_device_train_batch_size=16, **settings)
+    torch.manual_seed(1)
+    for x in built.actor_critic.policy_parameters().values():
+        torch.nn.init.normal_(x, std=0.2)
+    return built, rollouts_of(built)
+
+
+MEAN, MAX = "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2}, {"stop_token_ids": [*range(12, 32)]}]
+)
+def test_policy_samples_from_what_it_is_scored_by(tmp_path, caplog, settings):
+    built, _ = drawn(tmp_path, **settings)
+    built.train()
+    logged = built.state.log_history[0]
+    assert 0 < logged[MEAN] <= logged[MAX] < 1e-4 and "Sampling and scoring" not in caplog.text
+
+
+def test_lora_of_another_scale_while_sampling_is_logged_at_its_size(tmp_path, monkeypatch, caplog):
+    add_product = actor_critic_module._add_product
+
+    def doubled(base, down, up, scale, *others):
+        return add_product(base, down, up, 2 * scale, *others)
+
+    monkeypatch.setattr(actor_critic_module, "_add_product", doubled)
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    built, rollouts = drawn(tmp_path, learning_rate=0.0)
+    built.train()
+    [(rollout, _)] = rollouts
+    for name, x in built.actor_critic.policy_parameters().items():
+        x.data *= 2 if "lora_B" in name else 1
+    sampled_by = built.actor_critic(rollout.sequences).logprobs
+    expected = (sampled_by - rollout.old_logprobs).abs()[rollout.response_mask].mean().item()
+    assert built.state.log_history[0][MEAN] == pytest.approx(expected, rel=1e-3) and expected > 0.01
+    assert "Sampling and scoring differ by more than rounding" in caplog.text
+
+
+def test_completions_of_others_are_not_compared(tmp_path):
+    built, _ = drawn(tmp_path)
+    write_completions(built, lambda prompts: [[5, 6, 1]] * len(prompts))
+    built.train()
+    assert MEAN not in built.state.log_history[0]
