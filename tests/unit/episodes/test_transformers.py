@@ -163,14 +163,15 @@ def test_logprobs_of_sampled_tokens_follow_their_rows(build, in_turns):
     trainer = build(llama(max_position_embeddings=256), **settings)
     generator, ids = trainer.roles.player.generator, torch.randint(8, 32, (64, 7)).tolist()
     turns = generator.conversation() if in_turns else lambda ids, rooms, rows: generator.generate(ids, rooms)
-    rows, answered = [*range(64)], [*range(0, 64, 3)][::-1]
+    rows, completions = [*range(64)], [[]] * 64
     for rooms in ([50] * 64, [5 + row % 9 for row in range(22)]):
+        ids = [ids[row] + completions[row] + [5] * (row % 4) for row in rows]
         completions = turns(ids, rooms, rows)
         scored = trainer.actor_critic(Sequences.from_token_ids(ids, completions, 0, "cpu"), 0.7).logprobs
         assert [len(x) for x in generator.sampled_logprobs] == [len(x) for x in completions]
         for expected, got in zip(scored, generator.sampled_logprobs):
             torch.testing.assert_close(torch.tensor(got), expected[: len(got)], rtol=1e-4, atol=1e-4)
-        rows, ids = answered, [ids[row] + completions[row] + [5] * (row % 4) for row in answered]
+        rows = [*range(0, 64, 3)][::-1]
 
 
 def test_logprobs_at_another_temperature_are_not_kept(build):

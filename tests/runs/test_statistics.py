@@ -1,0 +1,101 @@
+"""Statistics of whole runs whose truth is known: where credit is, what a critic knows, one score that is broken."""
+
+import pytest
+from runs_of_tiny import rollouts_of, trainer, write_completions
+
+SIZES = {"per_device_train_batch_size": 16, "num_mini_batches": 1, "num_ppo_epochs": 1, "kl_coef": 0.0}
+
+
+class Costly:
+    """Four turns, each of which costs; the length of the first answer decides whether the last one pays."""
+
+    def reset(self, row, seed):
+        self.turn, self.wins = 0, False
+        return " first"
+
+    def step(self, text):
+        if self.turn == 0:
+            self.wins = len(text.split()) % 2 == 1
+        self.turn += 1
+        ends = self.turn == 4
+        return " next", -0.1 + (self.wins and ends), ends
+
+
+class Paid(Costly):
+    """The same, but each turn pays for its own answer."""
+
+    def step(self, text):
+        self.turn += 1
+        return " next", -0.1 + len(text.split()) % 2, self.turn == 4
+
+
+def logs_of(run):
+    run.train()
+    return [row for row in run.state.log_history if "reward" in row]
+
+
+@pytest.mark.parametrize("environment, over_turn", [(Costly, 1.0), (Paid, 0.8)])
+def test_default_lambda_ignores_a_constant_cost_per_turn(tmp_path, environment, over_turn):
+    settings = SIZES | {"max_steps": 3, "advantage_level": "turn", "max_completion_length": 24}
+    run = trainer(tmp_path, reward_funcs=None, environment_factory=environment, **settings)
+    # one or two words and EOS
+    write_completions(
+        run, lambda prompts: [[5] * (1 + (sum(ids) + n // 3) % 2) + [1] for n, ids in enumerate(prompts)]
+    )
+    logs = logs_of(run)
+    assert len(logs) == 3 and all(row["lam"] == pytest.approx(over_turn) for row in logs)
+
+
+def test_default_lambda_counts_the_steps_of_process_rewards(tmp_path):
+    def steps(completion_ids, **kwargs):
+        return [[(3, 3.0 * (ids[0] % 2)), (7, float(ids[4] % 3))] for ids in completion_ids]
+
+    run = trainer(tmp_path, reward_funcs=steps, **SIZES, max_steps=1)
+    write_completions(run, lambda prompts: [[*range(4 + n % 7, 11 + n % 7), 1] for n in range(len(prompts))])
+    [row] = logs_of(run)
+    assert row["lam"] == pytest.approx(0.8 ** (2 / 8))
+
+
+@pytest.mark.parametrize("critic", ["side", "head"])
+def test_one_broken_score_does_not_set_the_unit_of_the_others(tmp_path, critic):
+    """A score of a million in one rollout would silence all others for dozens of them."""
+
+    def broken(completion_ids, trainer_state, **kwargs):
+        scores = [float(ids[0] % 5) for ids in completion_ids]
+        if trainer_state.global_step == 1:
+            scores[3] = 1e6
+        return scores
+
+    run = trainer(tmp_path, reward_funcs=broken, critic=critic, **SIZES, max_steps=3)
+    seen = rollouts_of(run)
+    logs = logs_of(run)
+    assert [row["outlying_completions"] for row in logs] == [0, 1, 0]
+    assert 0.1 < run.run_state.returns.unit < 10
+    rollout = seen[1][0]
+    others = rollout.advantages.abs()[[0, 1, 2, *range(4, 16)]]
+    assert 0.1 < others.max() < 10 and rollout.advantages[3].abs().max() > 1e4  # it is learned from
+
+
+def test_solved_task_has_no_advantages_and_explains_nothing(tmp_path):
+    run = trainer(tmp_path, reward_funcs=lambda completion_ids, **_: [0.3] * len(completion_ids), **SIZES, max_steps=3)
+    seen = rollouts_of(run)
+    logs = logs_of(run)
+    assert all(not rollout.advantages.any() for rollout, *_ in seen)
+    names = [name for name in logs[0] if name.startswith(("value/explained", "value/weight"))]
+    assert len(names) == 3 and all(row[name] == 0 for row in logs for name in names)
+
+
+def test_group_baseline_is_that_of_several_completions_per_prompt(tmp_path):
+    """Each prompt has a score of its own, and chance adds little: the other completions know it."""
+
+    def by_prompt(prompts, completion_ids, **kwargs):
+        return [len(prompt) + 0.1 * (ids[0] % 3) for prompt, ids in zip(prompts, completion_ids)]
+
+    settings = {"critic": "head", "learning_rate": 1e-9}  # a critic that knows nothing
+    run = trainer(tmp_path / "groups", reward_funcs=by_prompt, **SIZES, **settings, num_generations=4, max_steps=2)
+    logs = logs_of(run)
+    # less than 1, for it is fitted to three prompts of four completions
+    assert logs[1]["value/weight_of_group"] > 0.5 > 0.1 > logs[1]["value/weight_of_critic"]
+    assert logs[1]["value/explained_variance"] > 0.5
+    alone = logs_of(trainer(tmp_path / "alone", reward_funcs=by_prompt, **SIZES, **settings, max_steps=2))
+    assert "value/weight_of_group" not in alone[1] and alone[1]["value/explained_variance"] < 0.1
