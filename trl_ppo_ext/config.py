@@ -207,7 +207,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Maximum share of a rollout's completions for which a reward may fail before the run ends."""
     normalize_rewards: bool = False
     """Whether to normalize scores by their running mean and standard deviation. Rewards before the last token are only
-    scaled, and the mean is that of the rest."""
+    scaled, and the mean is that of the rest. Each of several environments has its own."""
     missing_eos_penalty: float | None = number(None, at_least=0)
     """Penalty subtracted from the score of a truncated completion."""
     mask_truncated_completions: bool = False

@@ -316,7 +316,7 @@ def test_normalizing_leaves_no_reward_at_the_ends_of_what_is_earned_before(tmp_p
     built = trainer(tmp_path, reward_funcs=reward, normalize_rewards=True, **settings)
     rollouts = rollouts_of(built)
     built.train()
-    (rollout, samples), deviation = rollouts[0], built.run_state.scores.sample_deviation
+    (rollout, samples), deviation = rollouts[0], built.run_state.scores[""].sample_deviation
     torch.testing.assert_close(rollout.returns[:, 0], samples.scored.totals / deviation)
     torch.testing.assert_close(rollout.returns[:, 1:], torch.zeros_like(rollout.returns[:, 1:]), rtol=0, atol=1e-5)
 
@@ -444,7 +444,7 @@ def test_normalized_scores_use_running_mean_and_deviation(tmp_path):
         objectives.append(((samples.scored.totals - seen.mean()) / seen.std()).mean().item())
     assert len(rollouts) == 2 and any(objectives)
     assert [x["objective"] for x in run.state.log_history if "objective" in x] == pytest.approx(objectives, abs=1e-5)
-    assert run.run_state.scores.weight == len(seen)
+    assert run.run_state.scores[""].weight == len(seen)
 
 
 # ---- hacking made visible

@@ -1,7 +1,12 @@
 """Statistics of whole runs whose truth is known: where credit is, what a critic knows, one score that is broken."""
 
+import json
+
 import pytest
+from datasets import Dataset
 from runs_of_tiny import rollouts_of, trainer, write_completions
+
+from trl_ppo_ext.ppo.state import RunState
 
 SIZES = {"per_device_train_batch_size": 16, "num_mini_batches": 1, "num_ppo_epochs": 1, "kl_coef": 0.0}
 
@@ -44,6 +49,35 @@ def test_default_lambda_ignores_a_constant_cost_per_turn(tmp_path, environment, 
     )
     logs = logs_of(run)
     assert len(logs) == 3 and all(row["lam"] == pytest.approx(over_turn) for row in logs)
+
+
+class Large(Paid):
+    """The same from -100 to 0."""
+
+    def step(self, text):
+        observation, reward, ends = super().step(text)
+        return observation, 25 * (reward - 0.9), ends
+
+
+def test_several_environments_have_a_unit_each_with_normalized_rewards(tmp_path):
+    rows = Dataset.from_dict({"prompt": ["a"] * 16, "environment": ["paid", "large"] * 8})
+    environments = {"environment_factory": {"paid": Paid, "large": Large}, "dataset": rows}
+    settings = SIZES | {"max_steps": 1, "max_completion_length": 24, "normalize_rewards": True}
+    run = trainer(tmp_path, reward_funcs=None, **environments, **settings)
+    write_completions(
+        run, lambda prompts: [[5] * (1 + (sum(ids) + n // 3) % 2) + [1] for n, ids in enumerate(prompts)]
+    )
+    seen = rollouts_of(run)
+    run.train()
+    rewards = seen[0][1].scored.totals
+    is_large = rewards < -4
+    for name, chosen in (("paid", ~is_large), ("large", is_large)):
+        assert run.run_state.scores[name].weight == chosen.sum() == 8
+        assert run.run_state.scores[name].sample_deviation == pytest.approx(rewards[chosen].std().item())
+    restored = RunState.from_json(json.loads(json.dumps(run.run_state.to_json())))
+    assert restored.scores == run.run_state.scores
+    deviations = [seen[0][1].returns[chosen][:, 0].std().item() for chosen in (is_large, ~is_large)]
+    assert deviations[0] == pytest.approx(deviations[1], rel=0.5)  # 25 times as large without
 
 
 def test_default_lambda_counts_the_steps_of_process_rewards(tmp_path):

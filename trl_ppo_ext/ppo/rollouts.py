@@ -340,23 +340,38 @@ def shaped_rewards(roles: Roles, samples: Samples, run: RunState) -> tuple[Tenso
     args, tokens, scored, after = roles.args, samples.tokens, samples.scored, run
     scores, token_scores, kl = scored.totals, scored.tokens, torch.zeros_like(tokens.logprobs)
     if args.normalize_rewards:
-        # Only what enters at last tokens is centered: one shift for all completions favors none, and it never jumps,
-        # as a choice between two shifts would. The mean of whole scores would make an end look bad where most of them
-        # is earned before.
-        place = torch.arange(token_scores.shape[1], device=token_scores.device)
-        is_last = place >= (place * samples.sequences.completion_mask).amax(1, keepdim=True)
-        outcomes = (token_scores * is_last).sum(1)
-        after = run._replace(
-            scores=run.scores.add(scores, scored.usable, roles.all_sum),
-            outcomes=run.outcomes.add(outcomes, scored.usable, roles.all_sum),
-        )
-        deviation = after.scores.sample_deviation + 1e-8
-        scores, token_scores = (scores - after.outcomes.mean) / deviation, token_scores / deviation
+        scores, token_scores, after = normalized_scores(roles, samples, run)
     if args.missing_eos_penalty is not None:
         scores = scores - args.missing_eos_penalty * (~samples.stopped)
     if (kind := args.reward_kl) is not None:
         kl = tokens.kls if kind == "exact" else ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind)
     return ppo_math.token_rewards(token_scores, scores, kl, samples.sequences.completion_mask, run.kl_coef), after
+
+
+def normalized_scores(roles: Roles, samples: Samples, run: RunState) -> tuple[Tensor, Tensor, RunState]:
+    """Scores `[batch]` and at tokens in units of their running deviation; several environments have one each.
+
+    Only what enters at last tokens is centered: one shift for all completions favors none, and it never jumps, as a
+    choice between two shifts would. The mean of whole scores would make an end look bad where most of them is earned
+    before.
+    """
+    usable, device = samples.scored.usable, samples.scored.usable.device
+    scores, token_scores = samples.scored.totals, samples.scored.tokens
+    position = torch.arange(token_scores.shape[1], device=device)
+    is_last = position >= (position * samples.sequences.completion_mask).amax(1, keepdim=True)
+    outcomes = (token_scores * is_last).sum(1)
+    of_scores, of_outcomes = dict(run.scores), dict(run.outcomes)
+    means, deviations = torch.zeros_like(scores), torch.ones_like(scores)
+    environments = [episode.columns.get("environment") for episode in samples.batch.episodes]
+    for name in roles.player.names or [""]:
+        rows = torch.tensor([not name or environment == name for environment in environments])
+        rows = rows.to(device, non_blocking=True)
+        of_scores[name] = of_scores.get(name, Moments()).add(scores, usable & rows, roles.all_sum)
+        of_outcomes[name] = of_outcomes.get(name, Moments()).add(outcomes, usable & rows, roles.all_sum)
+        means = torch.where(rows, of_outcomes[name].mean, means)
+        deviations = torch.where(rows, of_scores[name].sample_deviation + 1e-8, deviations)
+    after = run._replace(scores=of_scores, outcomes=of_outcomes)
+    return (scores - means) / deviations, token_scores / deviations[:, None], after
 
 
 def new_side_critic(roles: Roles, run: RunState) -> SideCritic | None:

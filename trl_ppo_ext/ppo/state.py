@@ -14,8 +14,9 @@ class RunState(NamedTuple):
     """KL coefficient and running statistics; the critic reads `rewards` and predicts `returns` in their units."""
 
     kl_coef: float
-    scores: Moments = Moments()  # of completions, if they are normalized
-    outcomes: Moments = Moments()  # the part of these that is at last tokens
+    # Both are by environment, under "" if there are not several, and filled if scores are normalized.
+    scores: Mapping[str, Moments] = {}  # of completions
+    outcomes: Mapping[str, Moments] = {}  # of what enters at last tokens
     returns: Moments = Moments()  # Monte Carlo returns of recent rollouts
     rewards: Moments = Moments()  # rewards per token of recent rollouts
     information: Information = Information()  # of scores, by which the default λ is chosen
@@ -33,12 +34,24 @@ class RunState(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers of a checkpoint, which has tensors elsewhere."""
-        fields = {name: x for name, x in self._asdict().items() if name != "played"}
-        return {name: [*x] if isinstance(x, tuple) else x for name, x in fields.items()}
+        return {name: _plain(x) for name, x in self._asdict().items() if name != "played"}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "RunState":
         """Restore the state that [`to_json`] returned."""
-        kinds = {name: Information if name == "information" else Moments for name in saved}
-        fields: dict[str, Any] = {name: kinds[name](*x) if isinstance(x, list) else x for name, x in saved.items()}
-        return cls(**fields)
+        fields: dict[str, Any] = {name: _restored(x) for name, x in saved.items()}
+        return cls(**fields | {"information": Information(*saved["information"])})
+
+
+def _plain(x: Any) -> Any:
+    """Statistics as lists of numbers."""
+    if isinstance(x, Mapping):
+        return {name: [*moments] for name, moments in x.items()}
+    return [*x] if isinstance(x, tuple) else x
+
+
+def _restored(x: Any) -> Any:
+    """Moments from lists of numbers."""
+    if isinstance(x, Mapping):
+        return {name: Moments(*moments) for name, moments in x.items()}
+    return Moments(*x) if isinstance(x, list) and len(x) == len(Moments()) else x
