@@ -34,6 +34,11 @@ class Paid(Costly):
         return " next", -0.1 + len(text.split()) % 2, self.turn == 4
 
 
+def words(prompts):
+    """One or two words and EOS."""
+    return [[5] * (1 + (sum(ids) + row // 3) % 2) + [1] for row, ids in enumerate(prompts)]
+
+
 def logs_of(run):
     run.train()
     return [row for row in run.state.log_history if "reward" in row]
@@ -43,10 +48,7 @@ def logs_of(run):
 def test_default_lambda_ignores_a_constant_cost_per_turn(tmp_path, environment, over_turn):
     settings = SIZES | {"max_steps": 3, "advantage_level": "turn", "max_completion_length": 24}
     run = trainer(tmp_path, reward_funcs=None, environment_factory=environment, **settings)
-    # one or two words and EOS
-    write_completions(
-        run, lambda prompts: [[5] * (1 + (sum(ids) + n // 3) % 2) + [1] for n, ids in enumerate(prompts)]
-    )
+    write_completions(run, words)
     logs = logs_of(run)
     assert len(logs) == 3 and all(row["lam"] == pytest.approx(over_turn) for row in logs)
 
@@ -64,9 +66,7 @@ def test_several_environments_have_a_unit_each_with_normalized_rewards(tmp_path)
     environments = {"environment_factory": {"paid": Paid, "large": Large}, "dataset": rows}
     settings = SIZES | {"max_steps": 1, "max_completion_length": 24, "normalize_rewards": True}
     run = trainer(tmp_path, reward_funcs=None, **environments, **settings)
-    write_completions(
-        run, lambda prompts: [[5] * (1 + (sum(ids) + n // 3) % 2) + [1] for n, ids in enumerate(prompts)]
-    )
+    write_completions(run, words)
     seen = rollouts_of(run)
     run.train()
     rewards = seen[0][1].scored.totals

@@ -16,6 +16,8 @@ from .math import Reduction
 from .metrics import Metrics
 from .rollouts import Rollout, cut
 
+FEWEST_MEASURED = 8  # completions that show how far updates have moved the policy, if a rollout has so many
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -192,7 +194,7 @@ class Updates:
         learned = rollout.policy_tokens.any(1).cpu().nonzero()[:, 0]
         if not len(learned):  # A rank without a token runs a forward, too: weights may be sharded.
             learned = torch.arange(1)
-        count = min(self.plan.micro_batch_size, len(learned))
+        count = min(self.plan.micro_batch_size, len(learned), max(FEWEST_MEASURED, len(learned) // 8))
         index = learned[torch.arange(count) * len(learned) // count]
         part = rollout.rows(index).to(self.device)
         scores = actor_critic(part.sequences, self.args.temperature, with_values=False)
