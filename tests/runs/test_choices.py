@@ -257,7 +257,7 @@ CHOICES = {
     "k2 in the reward": ({"kl_coef": 0.3, "kl_estimator": "k2"}, {"kl_coef": 0.3}),
     "k3 in the reward": ({"kl_coef": 0.3, "kl_estimator": "k3"}, {"kl_coef": 0.3}),
     "exact in the reward": ({"kl_coef": 0.3, "kl_estimator": "exact"}, {"kl_coef": 0.3}),
-    "k1 in the loss": (IN_LOSS, {"kl_coef": 0.3}),
+    "k1 in the loss": (IN_LOSS | {"kl_estimator": "k1"}, {"kl_coef": 0.3}),
     "k2 in the loss": (IN_LOSS | {"kl_estimator": "k2"}, IN_LOSS),
     "k3 in the loss": (IN_LOSS | {"kl_estimator": "k3"}, IN_LOSS),
     "exact in the loss": (IN_LOSS | {"kl_estimator": "exact"}, IN_LOSS),

@@ -91,6 +91,7 @@ class Counted:
         for name, phase in counted.items():
             monkeypatch.setattr(actor_critic, name, self.within(phase, getattr(actor_critic, name)))
         trainer.compute_loss = self.within("loss", trainer.compute_loss)
+        trainer.updates.measure = self.within("measure", trainer.updates.measure)
 
     def begin_forward(self, module, args, kwargs):
         self.forwards[self.largest.phase] += 1
@@ -140,6 +141,8 @@ def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
     assert counted.forwards["score_tokens"] == scoring * micro_batches
     assert counted.forwards["loss"] == update * micro_batches * plan.num_ppo_epochs
     tokens = int(counted.sequences.completion_lengths.sum())
+    # the last micro-batch shows how far the updates have moved the policy
+    assert counted.forwards["measure"] == 1 and 0 < counted.projected.pop("measure") <= tokens
     assert counted.projected == {"score_tokens": 2 * tokens, "loss": plan.num_ppo_epochs * tokens}
     assert {shape[1:] for shape in counted.logits} == {(1, VOCABULARY)}
 

@@ -7,7 +7,7 @@ import torch
 from runs_of_tiny import rollouts_of, trainer, weights
 
 from trl_ppo_ext.modeling import TokenScores
-from trl_ppo_ext.ppo.advantages import in_units, of_critic
+from trl_ppo_ext.ppo.advantages import Discounts, in_units, of_critic
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.updates import ppo_loss
 from trl_ppo_ext.ppo_math import Moments, root_mean_square, whiten
@@ -39,8 +39,8 @@ def test_bonus_weighs_as_beside_whitened_advantages_with_dense_rewards(scale):
     """Returns to go are sums over the rest of a completion, in whose deviation advantages are small."""
     rewards = scale * torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mask, nothing = torch.ones_like(rewards).bool(), torch.zeros_like(rewards)
-    result, seen = of_critic(rewards, nothing, mask, Moments(), is_normalized=True, lam=0.8)
-    scaled = in_units(result, seen, mask).advantages
+    result, seen = of_critic(rewards, nothing, mask, Moments(), is_normalized=True, discounts=Discounts(1.0, 0.8))
+    scaled = in_units(result, seen).advantages
     whitened, _ = whiten(result.advantages, mask)
     bonus, policy = gradients(scaled, root_mean_square(scaled, mask))
     assert bonus / policy == pytest.approx(COEFFICIENT)

@@ -72,7 +72,7 @@ def poisoned(built, quantity, value):
     def poisoning(sequences, *args, **kwargs):
         scores = compute(sequences, *args, **kwargs)
         x = scores if name == "reference_logprobs" else getattr(scores, quantity)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and x is not None:  # what measures updates has log-probs only
             bad = (sequences.completion_ids == BAD_TOKEN).any(1)
             x[bad, 1] = value
         return scores

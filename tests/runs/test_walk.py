@@ -10,7 +10,7 @@ import trl_ppo_ext
 PACKAGE = Path(trl_ppo_ext.__file__).parent
 
 
-def test_default_iteration_runs_through_fifteen_files(tmp_path):
+def test_default_iteration_runs_through_eighteen_files(tmp_path):
     """One of them ends all ranks together when one fails to sample."""
     run, files = trainer(tmp_path, max_steps=4), set()
     training_step = run.training_step
@@ -30,4 +30,4 @@ def test_default_iteration_runs_through_fifteen_files(tmp_path):
     run.training_step = traced
     run.train()
     assert {"trainer.py", "ppo/rollouts.py", "ppo/advantages.py", "ppo/updates.py", "episodes/play.py"} <= files
-    assert len(files) <= 15, sorted(files)
+    assert len(files) <= 18, sorted(files)
