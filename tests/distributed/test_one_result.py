@@ -196,8 +196,8 @@ def test_result_does_not_depend_on_the_spread(outcomes, how, choice, spread):
     assert state["scores"].keys() == expected_state["scores"].keys()
     for name, moments in state["scores"].items():
         assert moments == pytest.approx(expected_state["scores"][name], rel=1e-7)  # of float32 scores
-    assert state["scores"][0] == 8 * {"an empty rollout": 2, "all other ways": 6}.get(choice, 3)
-    for name in ("returns", "rewards"):  # in whose units a critic predicts and reads
+    assert state["scores"][""][0] == 8 * {"an empty rollout": 2, "all other ways": 6}.get(choice, 3)
+    for name in ("returns", "rewards", "information"):  # units of the critic, and what chooses λ
         assert state[name] == pytest.approx(expected_state[name], rel=1e-5, abs=1e-6)
     assert sum(entry.get("empty_steps", 0) for entry in log) == (2 if choice == "an empty rollout" else 0)
     assert sum(entry.get("skipped_steps", 0) for entry in log) == ("nan_at" in CHOICES[choice])
