@@ -195,8 +195,9 @@ class Sample:
     old: "Outputs | None" = None  # under the policy that sampled
     learn: bool = True  # False: excluded from the policy's loss and from whitening; a critic learns if it has a score
     rewards: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)  # of the critic when the completion was sampled, or the baseline
-    explains: list[float] = field(default_factory=list)  # the part of them that differs between tokens
+    values: list[float] = field(default_factory=list)  # of the critic when the completion was sampled
+    baseline: list[float] = field(default_factory=list)  # what is subtracted from returns
+    explains: list[float] = field(default_factory=list)  # what it says of outcomes around their mean
     advantages: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)  # targets of the critic
     outcomes: list[float] = field(default_factory=list)  # Monte Carlo returns
@@ -380,8 +381,11 @@ def covariance(xs: list[float], ys: list[float]) -> float:
     return statistics.mean((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys))
 
 
-def baseline(models: Models, sample: Sample, samples: list[Sample]) -> tuple[list[float], float]:
-    """R̄ + α·(V − V̄) and α, fitted to the other samples. α is 0 if V explains less than thrice the chance."""
+def baseline(models: Models, sample: Sample, samples: list[Sample], bootstraps: bool) -> tuple[list[float], float]:
+    """R̄ + α·(V − V̄) and α, fitted to the other samples. α is 0 if V explains less than thrice the chance.
+
+    With λ below 1 no chance is counted, and α is 1 if there are fewer than 8 others.
+    """
     others = [other for other in samples if other is not sample]
     returns = [x for other in others for x in other.outcomes]
     values = [x for other in others for x in other.values]
@@ -390,7 +394,10 @@ def baseline(models: Models, sample: Sample, samples: list[Sample]) -> tuple[lis
     lengths = [len(other.ids) for other in others]
     by_chance = 3 * sum(n**2 for n in lengths) / sum(lengths) ** 2 * covariance(returns, returns)
     explained = weight * common
-    weight = weight * max(0.0, 1 - (by_chance / explained) ** 2) if explained > 0 else 0.0
+    if bootstraps:
+        weight = weight if len(others) >= 8 else 1.0
+    else:
+        weight = weight * max(0.0, 1 - (by_chance / explained) ** 2) if explained > 0 else 0.0
     # earlier rollouts are 8 average samples more, if there are so many
     mean, before = statistics.mean(returns), models.units.returns.weighted
     if before:
@@ -416,16 +423,19 @@ def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> 
     if s.lam is not None:
         of_policy = s.lam
     for sample in samples:
-        sample.values = sample.explains = [units.value(x) for x in sample.old.predictions.tolist()]
+        sample.values = [units.value(x) for x in sample.old.predictions.tolist()]
+        sample.baseline = sample.explains = sample.values
     if s.normalize_values:
-        for sample, (values, weight) in [(sample, baseline(models, sample, samples)) for sample in samples]:
-            sample.explains = [weight * value for value in sample.values]
-            sample.values = values
+        center = statistics.mean(x for sample in samples for x in sample.values)
+        for sample in samples:
+            bootstraps = s.lam_length_alpha is not None or of_policy < 1
+            sample.baseline, weight = baseline(models, sample, samples, bootstraps)
+            sample.explains = [weight * (value - center) for value in sample.values]
     for sample in samples:
         # a longer completion has a λ closer to 1, so that its first tokens feel the score at its end
         alpha = s.lam_length_alpha
         lam = of_policy if alpha is None else max(0.0, 1 - 1 / (alpha * len(sample.ids)))
-        sample.advantages = gae(sample.rewards, sample.values, s.gamma, lam)
+        sample.advantages = gae(sample.rewards, sample.baseline, s.gamma, lam)
         targets = gae(sample.rewards, sample.values, s.gamma, s.lam_critic)
         sample.returns = [advantage + value for advantage, value in zip(targets, sample.values)]
     if s.normalize_values:

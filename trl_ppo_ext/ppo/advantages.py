@@ -1,6 +1,6 @@
 """Advantages for the policy and targets for the critic, from rewards per token."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -8,7 +8,9 @@ from torch import Tensor
 from ..modeling.critics import Units
 from . import math as ppo_math
 from .baseline import MEMORY, Groups, fit_baseline, means_of_others
-from .math import Moments, Reduction
+from .math import FEWEST, Moments, Reduction
+
+LARGEST = 100.0  # advantage and target of a critic, in units of the returns
 
 OVER_GROUPS = {
     "grpo": ppo_math.grpo_advantages,
@@ -24,12 +26,13 @@ class Advantages(NamedTuple):
     advantages: Tensor
     unit: float = 1.0  # by which the advantages are divided, in that of the rewards
     # None without a critic; annotated as present, for the code that has one
-    values: Tensor = None  # type: ignore[assignment]  # the baseline, in the unit of the rewards
+    values: Tensor = None  # type: ignore[assignment]  # of the critic, in the unit of the rewards
+    baseline: Tensor = None  # type: ignore[assignment]  # what the advantages are taken from, in that unit
     returns: Tensor = None  # type: ignore[assignment]  # what the values are to predict
     targets: Tensor = None  # type: ignore[assignment]  # the same in the critic's units
     outcomes: Tensor = None  # type: ignore[assignment]  # sums of the rewards that follow
     observed: Tensor = None  # type: ignore[assignment]  # 1 at outcomes that no limit cut
-    explains: Tensor = None  # type: ignore[assignment]  # what the baseline says of outcomes, but for their mean
+    explains: Tensor = None  # type: ignore[assignment]  # what the baseline says of outcomes around their mean
     weights: Tensor | None = None  # [batch, 1 or 2], of the critic and of other completions
 
 
@@ -39,6 +42,11 @@ class Discounts(NamedTuple):
     gamma: float | Tensor = 1.0
     lam: float | Tensor = 1.0  # of the advantages
     lam_critic: float | Tensor = 1.0  # of the critic's targets
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether advantages hold values of later tokens."""
+        return isinstance(self.lam, Tensor) or self.lam != 1
 
 
 class Cuts(NamedTuple):
@@ -57,7 +65,7 @@ def of_critic(
     discounts: Discounts = Discounts(),
     cuts: Cuts | None = None,
     groups: Groups = Groups(),
-    ordinary: Tensor | None = None,  # [batch], completions that enter units; all by default
+    ordinary: Tensor | None = None,  # [batch], completions that enter units and fits; all by default
     all_sum: Reduction = torch.clone,
 ) -> tuple[Advantages, Moments]:
     """GAE with the baseline of a critic, and the moments with the returns of this rollout.
@@ -66,14 +74,9 @@ def of_critic(
     """
     gamma, lam, lam_critic = discounts
 
-    # 1. What was paid after each token. No value enters: neither units nor a critic's quality depend on it.
+    # 1. What was paid after each token. No value enters: units do not depend on the critic.
     nothing = torch.zeros_like(rewards)
     _, outcomes = ppo_math.gae(rewards, nothing, steps, gamma, 1.0)
-    observed = steps
-    if cuts is not None:
-        ended = steps & ~cuts.is_cut[:, None]
-        any_ended = all_sum(ended.sum()) > 0
-        observed = torch.where(any_ended, ended, steps)
     enters = steps if ordinary is None else steps & ordinary[:, None]
     seen_after = seen.add(outcomes, enters, all_sum, MEMORY)
 
@@ -83,38 +86,52 @@ def of_critic(
     if is_normalized:
         units = Units.of(seen if seen.varies else seen_after)
     values = units.values(outputs) * steps
-    after = None if cuts is None else units.values(cuts.outputs)
+    after = None if cuts is None else units.values(cuts.outputs) * cuts.is_cut
 
-    # 3. The baseline: values, and scores of the prompt's other completions, as far as they fit the outcomes.
-    explains, weights = values, None
+    # 3. The critic is measured on completions that ended. If those are too few, the values after cuts stand for the
+    #    rest.
+    observed = steps
+    if cuts is not None:
+        ended = steps & ~cuts.is_cut[:, None]
+        is_enough = all_sum(ended.any(1).sum()) >= FEWEST
+        _, bootstrapped = ppo_math.gae(rewards, nothing, steps, gamma, 1.0, after)
+        outcomes = torch.where(is_enough, outcomes, bootstrapped)
+        observed = torch.where(is_enough, ended, steps)
+
+    # 4. The baseline: values, and scores of the prompt's other completions, as far as they fit the outcomes.
+    baseline, explains, weights = values, values, None
     if is_normalized:
-        predictors = values[..., None]
-        after_predictors = None if after is None else after[:, None, None]
+        counts = observed & enters
+        predictors = [values]
         if groups.size > 1:
-            others = means_of_others(rewards.sum(1), observed.any(1), groups)
-            predictors = torch.stack([values, others[:, None].expand_as(values)], -1)
-            if after is not None:
-                after_predictors = torch.stack([after, others], -1)[:, None]
-        baseline = fit_baseline(outcomes, predictors, observed & enters, seen, groups)
-        weights = baseline.weights
-        explains = baseline.explains(predictors)
-        values = baseline.at(predictors) * steps
-        if after_predictors is not None:
-            after = baseline.at(after_predictors)[:, 0]
-    if cuts is not None and after is not None:
-        after = after * cuts.is_cut
+            others = means_of_others(rewards.sum(1), counts.any(1), groups)
+            predictors.append(others[:, None].expand_as(values))
+        # others' scores know no time: as a value, they would stay when nothing is left to earn
+        in_values = torch.stack(predictors[:1] if discounts.bootstraps else predictors, -1)
+        fit = fit_baseline(outcomes, in_values, counts, seen, groups, is_cautious=not discounts.bootstraps)
+        baseline = fit.at(in_values) * steps
+        explains = fit.explains(in_values)
+        weights = fit.weights
 
-    # 4. Advantages for the policy and returns for the critic, each with its λ.
-    advantages, returns = ppo_math.gae(rewards, values, steps, gamma, lam, after)
-    if isinstance(lam, Tensor) or lam_critic != lam:
-        _, returns = ppo_math.gae(rewards, values, steps, gamma, lam_critic, after)
+    # 5. Advantages for the policy and returns for the critic, each with its λ.
+    advantages, _ = ppo_math.gae(rewards, baseline, steps, gamma, lam, after)
+    _, returns = ppo_math.gae(rewards, values, steps, gamma, lam_critic, after)
+    if is_normalized and discounts.bootstraps and groups.size > 1:
+        # whatever the other completions tell of an advantage is no merit of its token
+        of_group = torch.stack(predictors[1:], -1)
+        fit = fit_baseline(advantages, of_group, counts, groups=groups)
+        advantages = (advantages - fit.at(of_group) + fit.mean[:, None]) * steps
+        weights = torch.cat([cast(Tensor, weights), fit.weights], 1)
 
-    # 5. The critic learns in units with this rollout's returns.
+    # 6. The critic learns in units with this rollout's returns.
     new_units = Units.of(seen_after) if is_normalized else Units()
     targets = new_units.targets(returns) * steps
+    if is_normalized:
+        targets = targets.clamp(-LARGEST, LARGEST)
     result = Advantages(
         advantages,
         values=values,
+        baseline=baseline,
         returns=returns,
         targets=targets,
         outcomes=outcomes,
@@ -128,9 +145,10 @@ def of_critic(
 def in_units(result: Advantages, seen: Moments) -> Advantages:
     """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
 
-    A KL in the loss is divided by the same unit.
+    A KL in the loss is divided by the same unit. The bound is beyond what returns that enter the unit can reach.
     """
-    return result._replace(advantages=result.advantages / seen.unit, unit=seen.unit)
+    advantages = (result.advantages / seen.unit).clamp(-LARGEST, LARGEST)
+    return result._replace(advantages=advantages, unit=seen.unit)
 
 
 def in_groups_that_differ(scores: Tensor, usable: Tensor, group_size: int, gather: Reduction = torch.clone) -> Tensor:

@@ -28,7 +28,7 @@ LOG_RATIO_BOUND = 20.0
 KL_ERROR_BOUND = 0.2  # of the relative error that a KL coefficient follows, and of its change after a rollout
 UNIT_FLOOR = 1e-4  # of a deviation, as a share of the mean: in the unit of returns that vary less, rounding is large
 ROUNDING = 1e-6  # of equal values in float32, as a share of their mean
-OUTLYING = 100.0  # times the squares of all other completions' deviations
+OUTLYING = 1e4  # times the squares of all other completions' deviations
 FEWEST = 8  # completions, of which one may be an outlier
 TRUST = 2.0  # factor of a token's probability, per rollout, at which the default clip acts
 

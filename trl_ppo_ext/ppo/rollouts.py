@@ -53,7 +53,7 @@ class Samples(NamedTuple):
     monitored: Tensor  # [batch, monitors]
     extra: dict[str, list]  # columns that reward functions added to the table of completions
     tokens: TokenScores  # [batch, response]
-    values: Tensor | None  # [batch, response], in the unit of the rewards
+    values: Tensor | None  # [batch, response], of the critic in the unit of the rewards
     excluded: Tensor | None  # [batch], 1 if a log-prob or value is not finite; None if no rank has any
     sampler_weights: Tensor | None = None  # [batch, response], of the advantages
     returns: Tensor | None = None  # [batch, response], what the values are to predict; None in evaluation
@@ -268,13 +268,15 @@ def collect(
         value_weights = steps * (count / turns.clamp(min=1))
     if head is not None:
         # one completion far from all others must not set the units of the others
-        ordinary = usable & ~outlying(scored.totals, usable, groups)
+        ordinary = usable & ~outlying(rewards.sum(1), usable, groups)
         metrics.total("outlying_completions", usable & ~ordinary)
         discounts, after, places = discounts_of(roles, samples, ordinary, run, after, metrics)
         if new_critic is not None:
             tokens = tokens._replace(
                 values=tokens.values
-                + first_fit(roles, new_critic, recorded, samples, rewards, steps, discounts.gamma, run.returns)
+                + first_fit(
+                    roles, new_critic, recorded, samples, rewards, steps, ordinary, discounts.gamma, run.returns
+                )
             )
         result, returns = of_critic(
             rewards,
@@ -355,23 +357,30 @@ def normalized_scores(roles: Roles, samples: Samples, run: RunState) -> tuple[Te
     choice between two shifts would. The mean of whole scores would make an end look bad where most of them is earned
     before.
     """
-    usable, device = samples.scored.usable, samples.scored.usable.device
+    usable = samples.scored.usable
     scores, token_scores = samples.scored.totals, samples.scored.tokens
-    position = torch.arange(token_scores.shape[1], device=device)
+    position = torch.arange(token_scores.shape[1], device=token_scores.device)
     is_last = position >= (position * samples.sequences.completion_mask).amax(1, keepdim=True)
     outcomes = (token_scores * is_last).sum(1)
     of_scores, of_outcomes = dict(run.scores), dict(run.outcomes)
     means, deviations = torch.zeros_like(scores), torch.ones_like(scores)
-    environments = [episode.columns.get("environment") for episode in samples.batch.episodes]
-    for name in roles.player.names or [""]:
-        rows = torch.tensor([not name or environment == name for environment in environments])
-        rows = rows.to(device, non_blocking=True)
+    for name, rows in zip(roles.player.names or [""], rows_of_environments(roles, samples)):
         of_scores[name] = of_scores.get(name, Moments()).add(scores, usable & rows, roles.all_sum)
         of_outcomes[name] = of_outcomes.get(name, Moments()).add(outcomes, usable & rows, roles.all_sum)
         means = torch.where(rows, of_outcomes[name].mean, means)
         deviations = torch.where(rows, of_scores[name].sample_deviation + 1e-8, deviations)
     after = run._replace(scores=of_scores, outcomes=of_outcomes)
     return (scores - means) / deviations, token_scores / deviations[:, None], after
+
+
+def rows_of_environments(roles: Roles, samples: Samples) -> list[Tensor]:
+    """Masks `[batch]` of the completions of each environment; one of all if there are not several."""
+    usable = samples.scored.usable
+    if not roles.player.names:
+        return [torch.ones_like(usable)]
+    environments = [episode.columns.get("environment") for episode in samples.batch.episodes]
+    masks = [torch.tensor([x == name for x in environments]) for name in roles.player.names]
+    return [mask.to(usable.device, non_blocking=True) for mask in masks]
 
 
 def new_side_critic(roles: Roles, run: RunState) -> SideCritic | None:
@@ -394,6 +403,7 @@ def first_fit(
     samples: Samples,
     rewards: Tensor,
     steps: Tensor,
+    ordinary: Tensor,
     gamma: float | Tensor,
     seen: Moments,
 ) -> Tensor:
@@ -402,7 +412,8 @@ def first_fit(
     order = torch.cat(micro_batches(roles.args, samples.sequences)).to(steps.device)
     gamma = (gamma * torch.ones_like(rewards))[order]
     mask = samples.sequences.completion_mask[order]
-    fitted = fit_new(critic, recorded, rewards[order], steps[order], mask, gamma, seen, roles.all_sum)
+    enters = (steps & ordinary[:, None])[order]
+    fitted = fit_new(critic, recorded, rewards[order], steps[order], mask, gamma, seen, enters, roles.all_sum)
     return fitted[order.argsort()]
 
 
@@ -414,6 +425,7 @@ def fit_new(
     mask: Tensor,
     gamma: float | Tensor = 1.0,
     seen: Moments = Moments(),
+    enters: Tensor | None = None,  # steps that the fit and its units are made of; all by default
     all_sum: Reduction = torch.clone,
 ) -> Tensor:
     """Fit a new critic to the Monte Carlo returns of its first rollout; return what that adds to its outputs.
@@ -421,8 +433,9 @@ def fit_new(
     Returns of earlier rollouts, if any, were all equal.
     """
     outcomes = ppo_math.gae(rewards, torch.zeros_like(rewards), steps, gamma, 1.0)[1]
-    targets = critic.units(seen.add(outcomes, steps, all_sum, MEMORY)).targets(outcomes)
-    fitted = critic.begin(recorded, targets[mask], steps[mask], steps.any(1).sum(), all_sum)
+    enters = steps if enters is None else enters
+    targets = critic.units(seen.add(outcomes, enters, all_sum, MEMORY)).targets(outcomes)
+    fitted = critic.begin(recorded, targets[mask], enters[mask], enters.any(1).sum(), all_sum)
     return torch.zeros_like(rewards).masked_scatter(mask, fitted).where(steps, 0)
 
 
@@ -507,7 +520,9 @@ def discounts_of(
     args, options, level = roles.args, roles.args.critic_options, roles.args.advantage_level
     turns = samples.sequences.turns
     scores, places = enter_at(samples.scored.tokens, samples.scored.places, turns)
-    information = run.information.add(scores, places, ordinary, roles.all_sum)
+    information = run.information
+    for rows in rows_of_environments(roles, samples):  # what is usual differs between them
+        information = information.add(scores, places, ordinary & rows, roles.all_sum)
     over_token, over_turn = default_lambda(information, places, turns, roles.all_sum)
 
     lam: float | Tensor | None = args.lam
@@ -518,16 +533,17 @@ def discounts_of(
             counted = counted & ppo_math.turn_starts(turns)[0]
         lam = ppo_math.length_adaptive_lambda(counted, options.lam_length_alpha)
     elif lam is None:
-        # a tensor, so that each level rounds alike
-        lam = scores.new_full((len(turns),), over_token if level == "token" else over_turn)
+        lam = over_token if level == "token" else over_turn
         within = over_token
     metrics.mean("lam", lam, samples.scored.usable if isinstance(lam, Tensor) else None)
 
+    if lam != 1.0 and not isinstance(lam, Tensor):  # as a tensor each level rounds alike
+        lam = scores.new_full((len(turns),), lam)
     discounts = Discounts(args.gamma, lam, options.lam)
     if level == "both":
         discounts = Discounts(
             ppo_math.at_turn_ends(args.gamma, turns),
-            ppo_math.at_turn_ends(lam, turns, within),
+            ppo_math.at_turn_ends(lam, turns, within) if isinstance(lam, Tensor) else lam,
             ppo_math.at_turn_ends(options.lam, turns),
         )
     return discounts, after._replace(information=information), places

@@ -187,16 +187,20 @@ class Updates:
 
     @torch.no_grad()
     def measure(self, actor_critic: nn.Module) -> None:
-        """Log how far the rollout's updates have moved the policy; every rank runs one forward."""
+        """Log how far the rollout's updates have moved the policy; ranks run the same number of forwards."""
         rollout = cast(Rollout, self.rollout)
-        # Rows at equal distances are of all lengths and of all minibatches. A micro-batch would have the longest or
-        # the shortest ones, and the policy may have learned from it before the others, or right now.
         learned = rollout.policy_tokens.any(1).cpu().nonzero()[:, 0]
-        if not len(learned):  # A rank without a token runs a forward, too: weights may be sharded.
+        if not len(learned):  # A rank without a token runs the forwards, too: weights may be sharded.
             learned = torch.arange(1)
-        count = min(self.plan.micro_batch_size, len(learned), max(FEWEST_MEASURED, len(learned) // 8))
-        index = learned[torch.arange(count) * len(learned) // count]
-        part = rollout.rows(index).to(self.device)
+        # Rows at equal distances are of all lengths and of all minibatches, and repeated if there are too few: a
+        # micro-batch has the longest or the shortest ones, and may have been learned from before the others.
+        size = self.plan.completions_per_process
+        count = min(size, max(FEWEST_MEASURED, size // 8))
+        places = (2 * torch.arange(count) + 1) * len(learned) // (2 * count)
+        for index in learned[places].split(self.plan.micro_batch_size):
+            self._measure_rows(actor_critic, rollout.rows(index).to(self.device))
+
+    def _measure_rows(self, actor_critic: nn.Module, part: Rollout) -> None:
         scores = actor_critic(part.sequences, self.args.temperature, with_values=False)
         _, metrics = ppo_loss(
             scores,

@@ -9,9 +9,9 @@ from trl_ppo_ext.ppo.baseline import CAUTION, Groups, fit_baseline, means_of_oth
 from trl_ppo_ext.ppo.math import Moments, explained_variance, outlier
 
 
-def fitted(returns, predictors, groups=Groups(), seen=Moments()):
+def fitted(returns, predictors, groups=Groups(), seen=Moments(), counts=None):
     """Baseline of one-step completions; `returns` is `[batch]` and `predictors` are `[batch, predictors]`."""
-    mask = torch.ones(len(returns), 1, dtype=torch.bool)
+    mask = (torch.ones(len(returns), dtype=torch.bool) if counts is None else counts)[:, None]
     baseline = fit_baseline(returns[:, None], predictors[:, None], mask, seen, groups)
     return baseline.at(predictors[:, None])[:, 0], baseline
 
@@ -29,8 +29,10 @@ def test_weights_are_the_least_squares_of_the_other_completions():
         others = torch.arange(40) != row
         centered = x[others] - x[others].mean(0)
         weights = torch.linalg.solve(centered.T @ centered, centered.T @ returns[others])
-        explained = (centered @ weights).var() / returns[others].var()
-        weights = weights * (1 - (CAUTION * 2 / 39 / explained) ** 2)  # of two predictors and 39 completions
+        # what each explains beside the other one, against the chance of two predictors and 39 completions
+        left = centered.T @ (returns[others][:, None] - centered @ (weights[:, None] * (1 - torch.eye(2)).double()))
+        explained = weights * left.diagonal() / 39 / returns[others].var(correction=0)
+        weights = weights * (1 - (CAUTION * 2 / 39 / explained) ** 2).clamp(min=0)
         torch.testing.assert_close(baseline.weights[row], weights, rtol=1e-4, atol=1e-4)
         assert baseline.mean[row].item() == pytest.approx(returns[others].mean().item())
 
@@ -101,7 +103,8 @@ def test_mean_of_others_excludes_a_completions_own_score_and_those_that_do_not_c
     totals = torch.tensor([1.0, 2.0, 6.0, 5.0, 7.0, 0.0])
     counts = torch.tensor([True, True, True, True, False, False])
     means = means_of_others(totals, counts, Groups(3))
-    assert means.tolist() == [4.0, 3.5, 1.5, 3.5, 5.0, 5.0]  # 3.5 is the rollout's, where there is no other
+    # the fourth one is alone, and has the mean of the other prompt; of those that do not count nothing is used
+    assert means.tolist() == [4.0, 3.5, 1.5, 3.0, 5.0, 5.0]
 
 
 @pytest.mark.parametrize("weight", [0.0, 40.0])
@@ -130,8 +133,8 @@ REWARDS = torch.tensor([[0.0, 3.0], [1.0, -1.0]]).double()  # by prompt and acti
 VALUES = torch.tensor([0.4, 2.0]).double()  # of a wrong critic
 
 
-def expected_gradient(prompts, groups, seen):
-    """Expectation, over all actions of a rollout, of the gradient by each prompt's logit."""
+def expected_gradient(prompts, counts, groups, seen):
+    """Expectation, over all actions of a rollout, of the gradient by each prompt's logit, of those that count."""
     total = torch.zeros(2).double()
     prompts = torch.tensor(prompts)
     for actions in itertools.product((0, 1), repeat=len(prompts)):
@@ -141,22 +144,24 @@ def expected_gradient(prompts, groups, seen):
         values = VALUES[prompts] + torch.arange(len(prompts)).double() * 0.1
         predictors = values[:, None]
         if groups.size > 1:
-            others = means_of_others(returns, torch.ones(len(prompts)).bool(), groups)
+            others = means_of_others(returns, counts, groups)
             predictors = torch.stack([values, others], 1)
-        baseline, _ = fitted(returns, predictors, groups, seen)
-        score = actions - CHANCES[prompts]
+        baseline, _ = fitted(returns, predictors, groups, seen, counts)
+        score = (actions - CHANCES[prompts]) * counts
         total = total.index_add(0, prompts, chance * (returns - baseline) * score)
     return total
 
 
 @pytest.mark.parametrize("seen", [Moments(), Moments(8.0, 1.0, 4.0)])
+@pytest.mark.parametrize("missing", [None, 0])  # a completion that does not count
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_baseline_has_no_bias(size, seen):
+def test_baseline_has_no_bias(size, missing, seen):
     """The weights differ with every outcome, but never with that of the completion itself."""
     prompts = [0, 1, 0, 1] if size == 1 else [0] * size + [1] * size + [0] * size
-    count = torch.tensor([prompts.count(0), prompts.count(1)]).double()
+    counts = torch.tensor([row != missing for row in range(len(prompts))])
+    count = torch.zeros(2).double().index_add(0, torch.tensor(prompts), counts.double())
     true = count * CHANCES * (1 - CHANCES) * (REWARDS[:, 1] - REWARDS[:, 0])
-    torch.testing.assert_close(expected_gradient(prompts, Groups(size), seen), true)
+    torch.testing.assert_close(expected_gradient(prompts, counts, Groups(size), seen), true)
 
 
 # ---- outliers
@@ -172,11 +177,6 @@ def test_one_score_of_a_million_is_an_outlier():
 def test_rare_successes_and_normal_scores_are_no_outliers(count):
     one = torch.zeros(count)
     one[3] = 1.0
-    for totals in (
-        one,
-        torch.zeros(count),
-        torch.randn(count),
-        torch.randn(count).exp(),
-        one + 0.1 * torch.randn(count),
-    ):
+    drawn = [torch.zeros(count), torch.randn(count), torch.randn(count).exp()]
+    for totals in (one, *drawn, one + 0.1 * torch.randn(count), one + 0.01 * torch.randn(count)):
         assert not outlier(totals, torch.ones(count).bool()).any()

@@ -310,7 +310,18 @@ def test_measured_kl_is_that_of_the_moved_policy(build, num_mini_batches):
     plan = BatchPlan(2, gradient_accumulation_steps=4 // num_mini_batches, num_mini_batches=num_mini_batches)
     logged, scored = measured(build, rollout(rows=8), torch.full((8,), 0.5), plan)
     assert logged == pytest.approx({"approx_kl": math.exp(0.5) - 1.5, "ratio/max": math.exp(0.5)}, rel=1e-5)
-    assert scored == [[0, 4]]  # a micro-batch, at equal distances
+    assert scored == [[0, 1], [2, 3], [4, 5], [6, 7]]  # eight, in micro-batches
+
+
+def test_measured_rows_are_an_eighth_of_a_large_rollout_at_equal_distances(build):
+    plan = BatchPlan(4, num_mini_batches=20)
+    batch = rollout(rows=80)
+    updates, rows = build(plan), []
+    updates.start(batch, 0)
+    updates._measure_rows = lambda policy, part: rows.append(part.old_logprobs[:, 0])
+    updates.measure(None)
+    index = torch.arange(4, 80, 8)
+    assert [len(x) for x in rows] == [4, 4, 2] and torch.equal(torch.cat(rows), batch.old_logprobs[index, 0])
 
 
 def test_measured_rows_have_tokens_that_the_policy_learns_from(build):
@@ -319,21 +330,21 @@ def test_measured_rows_have_tokens_that_the_policy_learns_from(build):
     policy_mask[[0, 1, 2, 4]] = False
     policy_mask[3, 1:] = False  # one token of three
     logged, scored = measured(build, replace(batch, policy_mask=policy_mask), log_ratios)
-    assert scored == [[3, 6]]
-    first, other = (math.exp(x / 8) - 1 - x / 8 for x in (3, 6))
-    count = int(batch.response_mask[6].sum())
-    assert logged["approx_kl"] == pytest.approx((first + count * other) / (1 + count), rel=1e-5)
-    assert logged["ratio/max"] == pytest.approx(math.exp(6 / 8), rel=1e-5)
+    assert scored == [[3, 3], [5, 5], [6, 6], [7, 7]]  # as many forwards as on other ranks
+    kls = torch.tensor([math.exp(x / 8) - 1 - x / 8 for x in (3, 5, 6, 7)])
+    counts = policy_mask[[3, 5, 6, 7]].sum(1)
+    assert logged["approx_kl"] == pytest.approx(((kls * counts).sum() / counts.sum()).item(), rel=1e-5)
+    assert logged["ratio/max"] == pytest.approx(math.exp(7 / 8), rel=1e-5)
 
 
-def test_rank_without_a_token_runs_a_forward_and_logs_no_kl(build):
+def test_rank_without_a_token_runs_as_many_forwards_and_logs_no_kl(build):
     batch = rollout(rows=8)
     nothing = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
     logged, scored = measured(build, nothing, torch.ones(8))
-    assert logged == {} and len(scored) == 1
+    assert logged == {} and len(scored) == 4
 
 
-@pytest.mark.parametrize(("level", "log_ratio"), [("token", 0.5 + 0.8), ("sequence", 0.5 + 0.8 / 4)])
+@pytest.mark.parametrize(("level", "log_ratio"), [("token", 0.875 + 0.8), ("sequence", 0.875 + 0.8 / 4)])
 def test_measured_ratio_is_that_of_the_loss(build, level, log_ratio):
     """A token of four moved by 0.8 more than the others."""
     batch, log_ratios = rollout(rows=8, lengths=[4] * 8), torch.arange(8) / 8
@@ -342,7 +353,6 @@ def test_measured_ratio_is_that_of_the_loss(build, level, log_ratio):
     updates = build(importance_sampling_level=level)
     updates.start(shifted, 0)
     updates.measure(policy)
-    assert policy.scored == [[0, 4]]
     assert updates.metrics.compute(alone, alone)["ratio/max"] == pytest.approx(math.exp(log_ratio), rel=1e-5)
 
 
