@@ -62,8 +62,11 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
             old = old._replace(values=old.values + fit_new(roles.value_head, recorded, rewards, mask, mask))
         discounts = Discounts(gamma=1.0, lam=lam)
         result, seen = of_critic(rewards, old.values, mask, run.returns, is_normalized=True, discounts=discounts)
-        result = in_units(result, seen)
-        run = run._replace(returns=seen, rewards=run.rewards.add(token_scores, mask, memory=MEMORY))
+        largest = max(run.largest_unit, seen.unit)
+        result = in_units(result, seen, largest)
+        run = run._replace(
+            returns=seen, largest_unit=largest, rewards=run.rewards.add(token_scores, mask, memory=MEMORY)
+        )
         data = Rollout(sequences, mask, old.logprobs, result.advantages, old_values=old.values, returns=result.targets)
 
         # 6. Epochs of minibatches of one micro-batch; tokens that became twice or half as likely are clipped.

@@ -168,6 +168,7 @@ class Models:
     first_fit: Tensor | None = None  # weights of what `seen_first` has
     told_earlier: float = 0.0  # squares of scores around what is usual, before last tokens
     told_last: float = 0.0
+    largest_unit: float = 0.0  # of the returns of a rollout
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, which begins with "policy" for those of the policy."""
@@ -381,30 +382,50 @@ def covariance(xs: list[float], ys: list[float]) -> float:
     return statistics.mean((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys))
 
 
-def baseline(models: Models, sample: Sample, samples: list[Sample], bootstraps: bool) -> tuple[list[float], float]:
-    """R̄ + α·(V − V̄) and α, fitted to the other samples. α is 0 if V explains less than thrice the chance.
+def fit(samples: list[Sample]) -> tuple[float, float, float]:
+    """α of least squares, between 0 and 1, and the means of returns and values."""
+    returns = [x for sample in samples for x in sample.outcomes]
+    values = [x for sample in samples for x in sample.values]
+    if not returns:
+        return 0.0, 0.0, 0.0
+    varies = covariance(values, values)
+    weight = min(max(covariance(returns, values) / varies, 0.0), 1.0) if varies else 0.0
+    return weight, statistics.mean(returns), statistics.mean(values)
 
-    With λ below 1 no chance is counted, and α is 1 if there are fewer than 8 others.
+
+def squared_error(samples: list[Sample], weight: float, mean: float, center: float) -> float:
+    """Sum of the squared errors of mean + weight·(V − center)."""
+    pairs = [pair for sample in samples for pair in zip(sample.outcomes, sample.values)]
+    return sum((r - mean - weight * (v - center)) ** 2 for r, v in pairs)
+
+
+def baseline(models: Models, sample: Sample, samples: list[Sample], bootstraps: bool) -> tuple[list[float], float]:
+    """R̄ + α·(V − V̄) and α, fitted to the other samples.
+
+    α shrinks by the squared share of what it explains that holds for samples left out in turn, in up to 16 parts.
+    With λ below 1 it does not, and is 1 if there are fewer than 8 others.
     """
-    others = [other for other in samples if other is not sample]
-    returns = [x for other in others for x in other.outcomes]
-    values = [x for other in others for x in other.values]
-    varies, common = covariance(values, values), covariance(returns, values)
-    weight = min(max(common / varies, 0.0), 1.0) if varies else 0.0
-    lengths = [len(other.ids) for other in others]
-    by_chance = 3 * sum(n**2 for n in lengths) / sum(lengths) ** 2 * covariance(returns, returns)
-    explained = weight * common
+    numbered = [pair for pair in enumerate(samples) if pair[1] is not sample]
+    others = [other for _, other in numbered]
+    weight, mean, center = fit([*others])
     if bootstraps:
         weight = weight if len(others) >= 8 else 1.0
-    else:
-        weight = weight * max(0.0, 1 - (by_chance / explained) ** 2) if explained > 0 else 0.0
+    elif weight:
+        errors = constant = 0.0
+        for part in range(16):
+            left_out = [other for number, other in numbered if number % 16 == part]
+            rest = [other for number, other in numbered if number % 16 != part]
+            errors += squared_error(left_out, *fit(rest))
+            constant += squared_error(left_out, 0.0, *fit(rest)[1:])
+        explained = 1 - squared_error(others, weight, mean, center) / squared_error(others, 0.0, mean, center)
+        weight *= min(max((1 - errors / constant) / explained, 0.0), 1.0) ** 2
+    returns = [x for other in others for x in other.outcomes]
     # earlier rollouts are 8 average samples more, if there are so many
-    mean, before = statistics.mean(returns), models.units.returns.weighted
+    before = models.units.returns.weighted
     if before:
         count, earlier, _ = models.units.returns.moments()
         count = min(count, 8 * len(returns) / len(others))
         mean = (mean * len(returns) + earlier * count) / (len(returns) + count)
-    center = statistics.mean(values)
     return [mean + weight * (value - center) for value in sample.values], weight
 
 
@@ -440,6 +461,8 @@ def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> 
         sample.returns = [advantage + value for advantage, value in zip(targets, sample.values)]
     if s.normalize_values:
         unit = units.end_rollout(outcomes, len(samples))
+        models.largest_unit = max(models.largest_unit, unit)
+        unit = max(unit, 0.1 * models.largest_unit)  # what differs in a solved task is not blown up
         for sample in samples:
             sample.advantages = [x / unit for x in sample.advantages]
             sample.unit = sample.unit * unit

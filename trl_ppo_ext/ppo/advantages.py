@@ -10,6 +10,7 @@ from . import math as ppo_math
 from .baseline import MEMORY, Groups, fit_baseline, means_of_others
 from .math import FEWEST, Moments, Reduction
 
+SOLVED = 0.1  # share of the largest unit of a run, below which advantages fade
 LARGEST = 100.0  # advantage and target of a critic, in units of the returns
 
 OVER_GROUPS = {
@@ -142,13 +143,16 @@ def of_critic(
     return result, seen_after
 
 
-def in_units(result: Advantages, seen: Moments) -> Advantages:
+def in_units(result: Advantages, seen: Moments, largest_unit: float = 0.0) -> Advantages:
     """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
 
-    A KL in the loss is divided by the same unit. The bound is beyond what returns that enter the unit can reach.
+    But not by less than a tenth of the largest one so far: once a task is nearly solved, advantages fade, and what
+    still differs is not blown up to the size of what was learned. A KL in the loss is divided by the same unit. The
+    bound is beyond what returns that enter the unit can reach.
     """
-    advantages = (result.advantages / seen.unit).clamp(-LARGEST, LARGEST)
-    return result._replace(advantages=advantages, unit=seen.unit)
+    unit = max(seen.unit, SOLVED * largest_unit)
+    advantages = (result.advantages / unit).clamp(-LARGEST, LARGEST)
+    return result._replace(advantages=advantages, unit=unit)
 
 
 def in_groups_that_differ(scores: Tensor, usable: Tensor, group_size: int, gather: Reduction = torch.clone) -> Tensor:

@@ -8,10 +8,11 @@ with α and β that fit the returns of this rollout best, by least squares over 
 gets α = 0, and the baseline is a constant. With β = 1 and α = 0 it is RLOO's, but for the constant. All numbers are
 those of the other prompts of the rollout: a baseline that depended on its own return would bias the gradient.
 
-A prediction that tells nothing would still seem to explain 1/n of the variance of n completions. So α and β are 0
-below three times that, and hardly shrink far above.
+What fits some prompts need not hold for others, least of all if a few completions decide. So α and β shrink by the
+squared share of what they explain that they still explain of prompts which were left out of the fit.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from .math import FEWEST, Moments, Reduction
 
 MEMORY = 8  # completions whose weight earlier rollouts have, at most, in means and units of returns
-CAUTION = 3  # times the share of variance that a prediction would seem to explain by chance: less counts as nothing
+FOLDS = 16  # parts of the prompts that are left out in turn
 SWEEPS = 20  # of coordinate descent, which approaches the least squares of a box
 
 
@@ -76,64 +77,96 @@ class Baseline(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over tokens; the first axis is that of prompts."""
+    """Sums over tokens, of returns and predictors; the first axes are those of prompts or parts of them."""
 
     rows: Tensor  # [...], completions
     tokens: Tensor  # [...]
-    squares: Tensor  # [...], of the tokens of each completion
-    totals: Tensor  # [..., 1 + predictors], of returns and predictors
+    totals: Tensor  # [..., 1 + predictors]
     products: Tensor  # [..., 1 + predictors, 1 + predictors]
+
+    def map(self, change: Callable[..., Tensor], *others: "_Sums") -> "_Sums":
+        """Change each sum, maybe with those of others."""
+        return _Sums(*(change(*sums) for sums in zip(self, *others)))
 
     @property
     def means(self) -> Tensor:
+        """`[..., 1 + predictors]`."""
         return self.totals / self.tokens.clamp(min=1)[..., None]
 
-    @property
-    def covariance(self) -> Tensor:
-        means = self.means
-        return self.products / self.tokens.clamp(min=1)[..., None, None] - means[..., :, None] * means[..., None, :]
+    def around(self, center: Tensor) -> Tensor:
+        """Sums of products of deviations from a center, `[..., 1 + predictors, 1 + predictors]`."""
+        crossed = self.totals[..., :, None] * center[..., None, :]
+        count = self.tokens[..., None, None]
+        return self.products - crossed - crossed.mT + count * center[..., :, None] * center[..., None, :]
 
 
 def _sums_of_prompts(x: Tensor, mask: Tensor, groups: Groups) -> _Sums:
     """Sums of each prompt, from returns and predictors `[batch, response, 1 + predictors]`."""
     tokens = mask.sum(1).to(x.dtype)
-    counts = torch.stack([(tokens > 0).to(x.dtype), tokens, tokens**2], 1)
+    counts = torch.stack([(tokens > 0).to(x.dtype), tokens], 1)
     products = torch.einsum("bti,btj->bij", x, x)
     # one collective for all of them
     columns = groups.sums(torch.cat([counts, x.sum(1), products.flatten(1)], 1))
     size = x.shape[-1]
-    rows, tokens, squares = columns[:, :3].unbind(1)
-    return _Sums(rows, tokens, squares, columns[:, 3 : 3 + size], columns[:, 3 + size :].unflatten(1, (size, size)))
+    rows, tokens = columns[:, :2].unbind(1)
+    return _Sums(rows, tokens, columns[:, 2 : 2 + size], columns[:, 2 + size :].unflatten(1, (size, size)))
 
 
-def _weights(sums: _Sums, mean_squares: Tensor, is_cautious: bool) -> Tensor:
-    """Weights of the predictors, `[prompts, predictors]`, of least squares in the box from 0 to 1."""
-    covariance = sums.covariance
-    variances = covariance.diagonal(dim1=1, dim2=2)
-    smallest = torch.finfo(variances.dtype).tiny
+def _least_squares(products: Tensor, rounding: Tensor) -> Tensor:
+    """Weights of the predictors, `[..., predictors]`, of least squares in the box from 0 to 1.
+
+    `products` are sums of products of deviations, `[..., 1 + predictors, 1 + predictors]`; returns come first. Those
+    of predictors below their `rounding`, `[1 + predictors]`, are no variances.
+    """
+    variances = products.diagonal(dim1=-2, dim2=-1)
     weights = torch.zeros_like(variances)  # the first one, of the returns themselves, stays 0
-
-    def left_for(k: int) -> Tensor:
-        """Covariance of a predictor with what the others leave of the returns."""
-        others = weights.clone()
-        others[:, k] = 0
-        return covariance[:, 0, k] - (others * covariance[:, :, k]).sum(1)
-
-    # 1. Coordinate descent.
-    predictors = range(1, variances.shape[1])
     for _ in range(SWEEPS):
-        for k in predictors:
-            best = left_for(k) / variances[:, k].clamp(min=smallest)
-            weights[:, k] = torch.where(variances[:, k] > 0, best.clamp(0, 1), 0)
+        for k in range(1, variances.shape[-1]):
+            others = weights.clone()
+            others[..., k] = 0
+            left = products[..., 0, k] - (others * products[..., :, k]).sum(-1)
+            best = left / variances[..., k].clamp(min=torch.finfo(variances.dtype).tiny)
+            weights[..., k] = torch.where(variances[..., k] > rounding[k], best.clamp(0, 1), 0)
+    return weights[..., 1:]
 
-    # 2. Tokens of a completion are no chances of their own, and long completions count as fewer.
-    varies = variances[:, 0] > 1e-12 * mean_squares  # not by rounding only
-    by_chance = CAUTION * len(predictors) * sums.squares / (sums.tokens**2).clamp(min=1) * variances[:, 0]
-    explained = torch.stack([weights[:, k] * left_for(k) for k in predictors], 1)
-    trust = 1 - (by_chance[:, None] / explained.clamp(min=smallest)) ** 2
-    if is_cautious:
-        return weights[:, 1:] * (trust.clamp(min=0) * varies[:, None])
-    return torch.where((sums.rows >= FEWEST)[:, None], weights[:, 1:] * varies[:, None], 1.0)
+
+def _error(products: Tensor, weights: Tensor) -> Tensor:
+    """Sum of squared errors of the returns, `[...]`."""
+    signed = torch.cat([torch.ones_like(weights[..., :1]), -weights], -1)
+    return torch.einsum("...i,...ij,...j->...", signed, products, signed)
+
+
+def _trust(of_prompts: _Sums, of_others: _Sums, weights: Tensor, rounding: Tensor) -> Tensor:
+    """Squared share of what weights explain that they still explain of prompts left out of the fit, `[prompts, 1]`.
+
+    The weights are those of each prompt, which takes no part in its own.
+    """
+    # 1. Parts of all prompts, and of all but each one, `[prompts, folds]`.
+    prompts = len(weights)
+    part = torch.arange(prompts, device=weights.device) % FOLDS
+    folds = min(FOLDS, prompts)
+    is_in = (part[:, None] == torch.arange(folds, device=weights.device)).to(weights.dtype)
+
+    def in_parts(x: Tensor) -> Tensor:
+        whole = torch.einsum("pf,p...->f...", is_in, x)
+        return whole[None] - torch.einsum("pf,p...->pf...", is_in, x)
+
+    left_out = of_prompts.map(in_parts)
+    fitted = of_others.map(lambda x, y: x[:, None] - y, left_out)
+
+    # 2. Errors of weights and of a constant, both from the rest, on what was left out.
+    center = fitted.means
+    tested = left_out.around(center)
+    errors = _error(tested, _least_squares(fitted.around(center), rounding)).sum(1)
+    constant = tested[..., 0, 0].sum(1)
+
+    # 3. Against what the weights explain of the prompts that they were fitted to.
+    known = of_others.around(of_others.means)
+    smallest = torch.finfo(weights.dtype).tiny
+    explained = 1 - _error(known, weights) / known[..., 0, 0].clamp(min=smallest)
+    holds = 1 - errors / constant.clamp(min=smallest)
+    # squared, for what tells nothing holds a little for half of all parts
+    return (holds / explained.clamp(min=smallest)).clamp(0, 1)[:, None] ** 2
 
 
 def fit_baseline(
@@ -147,20 +180,28 @@ def fit_baseline(
     """Fit the baseline of each completion to the completions of the other prompts, and R̄ also to earlier rollouts.
 
     `returns` and `mask` are `[batch, response]`; the mask is 1 at tokens whose return was observed. Without caution,
-    weights are not lowered by chance, and 1 in rollouts of a few: values that are bootstrapped from must know what is
-    left, and a constant would charge each end of a completion with the mean return.
+    weights do not shrink, and are 1 in rollouts of a few: values that are bootstrapped from must know what is left,
+    and a constant would charge each end of a completion with the mean return.
     """
     # 1. Sums of each prompt, and of all others.
     dtype = torch.float32 if returns.device.type == "mps" else torch.float64
     x = torch.cat([returns[..., None], predictors], -1).to(dtype)
     center = torch.full_like(x[0, 0], seen.mean)  # so that squares are not large beside variances
     of_prompts = _sums_of_prompts((x - center).masked_fill(~mask[..., None], 0), mask, groups)
-    of_all = _Sums(*(sums.sum(0) for sums in of_prompts))
-    of_others = _Sums(*(total - sums for total, sums in zip(of_all, of_prompts)))
+    of_all = of_prompts.map(lambda sums: sums.sum(0))
+    of_others = of_prompts.map(lambda sums, total: total - sums, of_all)
 
     # 2. Weights, and means of the predictors.
     means = of_others.means
-    weights = _weights(of_others, (means[:, 0] + center[0]) ** 2, is_cautious)
+    products = of_others.around(means)
+    rounding = 1e-12 * of_all.products.diagonal()
+    weights = _least_squares(products, rounding)
+    if is_cautious:
+        weights = weights * _trust(of_prompts, of_others, weights, rounding)
+    else:
+        weights = torch.where((of_others.rows >= FEWEST)[:, None], weights, 1.0)
+    size_of_returns = of_others.tokens * (means[:, 0] + center[0]) ** 2
+    weights = weights * (products[:, 0, 0] > 1e-12 * size_of_returns)[:, None]  # they vary, not by rounding only
 
     # 3. Mean of the returns, in which earlier rollouts take part as so many completions. If there is no other
     #    completion at all, it is the completion's own.
@@ -170,9 +211,9 @@ def fit_baseline(
     if not seen.weight:
         mean = torch.where(tokens > 0, mean, of_all.means[0])
 
+    num_predictors = len(center) - 1
     by_prompt = torch.cat([(mean + center[0])[:, None], weights, means[:, 1:] + center[1:]], 1)
-    mean, weights, centers = (
-        groups.spread(by_prompt, returns).to(returns.dtype).split([1, len(center) - 1, len(center) - 1], 1)
-    )
+    by_row = groups.spread(by_prompt, returns).to(returns.dtype)
+    mean, weights, centers = by_row.split([1, num_predictors, num_predictors], 1)
     common = (of_all.means[1:] + center[1:]).to(returns.dtype)
     return Baseline(mean[:, 0], weights, centers, common)

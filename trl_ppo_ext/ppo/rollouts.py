@@ -305,7 +305,9 @@ def collect(
         advantages, unit = ppo_math.whiten(result.advantages, policy_mask, all_sum)
         result = result._replace(advantages=advantages, unit=unit)
     elif args.normalize_values:
-        result = in_units(result, after.returns)
+        if after.returns.varies:
+            after = after._replace(largest_unit=max(run.largest_unit, after.returns.unit))
+        result = in_units(result, after.returns, after.largest_unit)
 
     if args.top_entropy_quantile < 1:
         gained = result.advantages * high_entropies(roles, tokens.entropies, policy_mask)

@@ -19,6 +19,7 @@ class RunState(NamedTuple):
     outcomes: Mapping[str, Moments] = {}  # of what enters at last tokens
     returns: Moments = Moments()  # Monte Carlo returns of recent rollouts
     rewards: Moments = Moments()  # rewards per token of recent rollouts
+    largest_unit: float = 0.0  # of the returns of a rollout
     information: Information = Information()  # of scores, by which the default λ is chosen
     played: Tensor = torch.zeros(2, 0)  # [2, rows] episodes of each row, and the sum of their scores, for a curriculum
 
