@@ -539,7 +539,7 @@ def discounts_of(
         within = over_token
     metrics.mean("lam", lam, samples.scored.usable if isinstance(lam, Tensor) else None)
 
-    if lam != 1.0 and not isinstance(lam, Tensor):  # as a tensor each level rounds alike
+    if not isinstance(lam, Tensor) and lam != 1.0:  # as a tensor each level rounds alike
         lam = scores.new_full((len(turns),), lam)
     discounts = Discounts(args.gamma, lam, options.lam)
     if level == "both":

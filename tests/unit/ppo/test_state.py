@@ -112,7 +112,9 @@ def test_moments_need_no_float64_on_apple_gpus():
 
 def test_state_survives_json_bit_for_bit():
     scores, *moments = [add(Moments(), torch.randn(4, 10)) for _ in range(3)]
-    state = RunState(1 / 3, {"": scores, "lake": Moments()}, {}, *moments, Information(1 / 7, 2 / 7))
+    state = RunState(
+        1 / 3, {"": scores, "lake": Moments()}, {}, *moments, largest_unit=1 / 3, information=Information(1 / 7, 2 / 7)
+    )
     assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
