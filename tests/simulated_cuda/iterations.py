@@ -94,7 +94,7 @@ def iterations(trainer, gpu):
     rows = Rows(range(trainer.plan.completions_per_process))
     for iteration in range(2):
         if iteration:  # a number read from the simulated GPU is 0, so the critic has seen no return
-            trainer.run_state = trainer.run_state._replace(returns=Moments(1.0))
+            trainer.run_state = trainer.run_state._replace(returns=Moments(1.0, 0.0, 1.0))  # that differ
         gpu.waits.clear()
         rollout.clear()
         for micro_batch in range(1, trainer.plan.micro_steps + 1):
