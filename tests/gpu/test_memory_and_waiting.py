@@ -15,6 +15,7 @@ from trl_ppo_ext.modeling import logprobs
 pytestmark = pytest.mark.gpu
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MIB = 2**20
+WORKSPACES = 64 * MIB  # cuBLAS's on Hopper, for the threads of forward and backward
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def both(estimates, case, directory):
 def test_no_update_takes_more_than_was_estimated(estimates, tmp_path, kwargs):
     needs(kwargs.get("classifier"))
     measured, said = both(estimates, large(estimates, **kwargs), tmp_path)
-    assert measured["update"] <= 1.1 * said["update"]
+    assert measured["update"] <= 1.1 * said["update"] + WORKSPACES
     assert max(measured.values()) == pytest.approx(said.max(), rel=0.1)
 
 
@@ -88,7 +89,8 @@ def waits(function):
             result = function()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    return result, sum("synchronizing" in str(warning.message) for warning in caught)
+    # the switch itself warns that it does not detect all of them
+    return result, sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
 def waits_of_losses(path, response):
