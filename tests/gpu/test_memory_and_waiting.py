@@ -15,7 +15,6 @@ from trl_ppo_ext.modeling import logprobs
 pytestmark = pytest.mark.gpu
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MIB = 2**20
-WORKSPACES = 64 * MIB  # cuBLAS's on Hopper, for the threads of forward and backward
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def both(estimates, case, directory):
 def test_no_update_takes_more_than_was_estimated(estimates, tmp_path, kwargs):
     needs(kwargs.get("classifier"))
     measured, said = both(estimates, large(estimates, **kwargs), tmp_path)
-    assert measured["update"] <= 1.1 * said["update"] + WORKSPACES
+    assert measured["update"] <= 1.1 * said["update"]
     assert max(measured.values()) == pytest.approx(said.max(), rel=0.1)
 
 
