@@ -10,7 +10,9 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
-from tiny import CHAT_TEMPLATE, tokenizer
+from tiny import CHAT_TEMPLATE
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from trl_ppo_ext.concurrency import started
 from trl_ppo_ext.rewards.http import Judge
@@ -47,10 +49,16 @@ def judge(port, mode, part=None, **kwargs):
 
 @cache
 def classifier():
-    """Path of a model, of which only the tokenizer is read."""
+    """Path of a model, of which only the config and the tokenizer are read; a token per character, as its code."""
     path = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, path)
-    tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(path)
+    vocabulary = {chr(code): code for code in range(128)} | {"<eos>": 128, "<bos>": 129}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    special = {"eos_token": "<eos>", "bos_token": "<bos>"}
+    built = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=CHAT_TEMPLATE, **special)
+    built.save_pretrained(path)
+    LlamaConfig(vocab_size=130, pad_token_id=None).save_pretrained(path)
     return path
 
 

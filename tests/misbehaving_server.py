@@ -48,8 +48,8 @@ class Misbehaving(BaseHTTPRequestHandler):
     def completion(self):
         body = self.request_body
         if self.path.endswith("/classify"):
-            assert body.keys() == {"input", "use_activation", "add_special_tokens"} and body["use_activation"] is False
-            return body["input"][0].removesuffix("<eos>").removeprefix("p")
+            assert body.keys() == {"input", "use_activation"} and body["use_activation"] is False
+            return "".join(map(chr, body["input"][:-1])).removeprefix("p")  # a token per character, and EOS
         return body["messages"][-1]["content"].rpartition("COMPLETION ")[2]
 
     def answer(self, text=None, score=None, **choice):

@@ -11,6 +11,7 @@ from datasets import IterableDataset
 from peft import PeftConfig
 from transformers import AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import has_file, logging
+from trl import is_conversational
 
 from .config import HIDDEN_STATE, PPOConfig
 from .data import tokenize_prompts, with_prompts
@@ -18,7 +19,10 @@ from .distributed import check_deepspeed, check_fsdp, uses_fsdp
 from .episodes import Environments, ensure_pad_token, stop_token_ids
 from .modeling.loading import check_model_arguments, hub_kwargs, load_config
 from .rewards import check_reward_arguments, check_reward_columns
+from .text import end_of_turn
 from .trl_names import TABLES
+
+logger = logging.get_logger(__name__)
 
 
 def as_list(value: Any) -> list:
@@ -162,6 +166,22 @@ def load_tokenizer(
         remedy = f"set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}"
         raise ValueError(f"{tokenizer.pad_token!r} has the id {pad}, but the model has {vocab_size} tokens; {remedy}.")
     return tokenizer, *context_of(text_config), vocab_size
+
+
+def warn_of_turns_that_go_on(
+    dataset: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None, stops: frozenset[int]
+) -> None:
+    """Warn if the policy does not stop where the chat template ends its answer."""
+    if dataset is None or not is_conversational(next(iter(dataset), {})):
+        return
+    end = end_of_turn(tokenizer, template_kwargs)
+    if end is not None and tokenizer.convert_tokens_to_ids(end) not in stops:
+        number = tokenizer.convert_tokens_to_ids(end)
+        logger.warning(
+            f"The chat template ends an answer with {end!r}, at which sampling does not stop: what the policy writes "
+            f"after it is trained on, and rewards read it. Add {number} to `stop_token_ids`, and to `eos_token_id` of "
+            "the generation config with which the policy is served."
+        )
 
 
 class Prompts(NamedTuple):

@@ -4,12 +4,11 @@ import itertools
 import json
 import math
 import os
-import re
 import sys
 from collections import UserList
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from .config import HIDDEN_STATE, PPOConfig
 from .ppo.batch_plan import BatchPlan
 from .redaction import shortened
 from .sequences import ROLES
+from .text import delimiter_in, encode_chat, encode_text, prefill, text_only, without_none
 
 logger = logging.get_logger(__name__)
 
@@ -36,8 +36,9 @@ OTHER_PROMPT_IDS = {role: f"_{role}_prompt_ids" for role in ROLES}
 TOKEN_COLUMNS = {PROMPT_IDS, *OTHER_PROMPT_IDS.values()}
 # keyword arguments of every reward function, besides the dataset's columns
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-MARK = "\ufdd0"  # not a character: no text has it
 NO_PROMPT: list[dict] = [{"role": "user", "content": ""}]  # of a row that has none: an environment writes it
+
+CHECKED_FOR_DELIMITERS = 1000  # rows of a dataset
 
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _REMEDY = "Name a dataset on the Hub (and its config), a .json, .jsonl or .parquet file, or a directory."
@@ -125,82 +126,14 @@ def as_text(entry: Any) -> str:
     return str(entry)
 
 
-def prefill(prompt: list[dict]) -> str:
-    """Beginning of the answer, with which a prompt may end."""
-    last = prompt[-1]
-    return "" if last["role"] != "assistant" or last.get("tool_calls") else text_only(last)["content"] or ""
-
-
-def text_only(message: dict) -> dict:
-    """A message with text in place of parts."""
-    parts = message.get("content")
-    return message | {"content": "".join(x["text"] for x in parts)} if isinstance(parts, list) else message
-
-
-@lru_cache(8)
-def _delimiters(tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str, with_tags: bool) -> re.Pattern:
-    """Pattern of the first character of each token that only the tokenizer or the chat template may write."""
-    tokens = []
-    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
-        text, is_tag = token.content, re.fullmatch(r"</?\w+>", token.content)
-        # those of a template need not be special; a prompt may speak of a tag such as <think>, a tool may not write it
-        if token.special or (text.strip() and text in template and (with_tags or not is_tag)):
-            tokens.append(re.escape(text))
-    return re.compile(f"(?=(?:{'|'.join(tokens) or '(?!)'}))(?s:.)")
-
-
-def protected(texts: Any, tokenizer: PreTrainedTokenizerBase, template: Any = None, with_tags: bool = False) -> Any:
-    """Copy of what others wrote, with a mark in each spelled delimiter: [`encode_marked`] keeps that as text."""
-    if isinstance(texts, str):
-        template = str(template or tokenizer.chat_template or "")
-        return _delimiters(tokenizer, len(tokenizer), template, with_tags).sub(rf"\g<0>{MARK}", texts)
-    if isinstance(texts, dict):
-        with_tags = with_tags or texts.get("role") == "tool"
-        return dict(protected([*pair], tokenizer, template, with_tags) for pair in texts.items())
-    return [protected(x, tokenizer, template, with_tags) for x in texts] if isinstance(texts, list) else texts
-
-
-def encode_marked(text: str, tokenizer: PreTrainedTokenizerBase, special: bool = False) -> list[int]:
-    """Token ids of text, split at its marks; with `special`, the tokenizer adds its tokens."""
-
-    def encoded(part: str, special: bool = False) -> list[int]:
-        return tokenizer(part, add_special_tokens=special)["input_ids"]
-
-    first, *rest = text.split(MARK)
-    ids, line = encoded(first, special), encoded("\n") if rest else []
-    for part in rest:
-        after = encoded(f"\n{part}")  # some tokenizers add a space before the first word of a text
-        ids += after[len(line) :] if after[: len(line)] == line else encoded(part)
-    return ids
-
-
-def encode_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict) -> Any:
-    """Token ids of chat messages; a delimiter that they, documents or schemas of tools spell is text."""
-    others = {name: x for name, x in template_kwargs.items() if name in ("documents", "tools")}
-    marked = protected([messages, others], tokenizer, template_kwargs.get("chat_template"))
-    if marked == [messages, others]:
-        return tokenizer.apply_chat_template(messages, return_dict=False, **template_kwargs)
-    kwargs = template_kwargs | marked[1] | {"tokenize": False}
-    return encode_marked(tokenizer.apply_chat_template(marked[0], **kwargs), tokenizer)
-
-
-def encode(
-    prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict, opening=True, own: int | None = None
-) -> list[int]:
-    """Token ids of a prompt, with `opening` for an answer; an environment wrote what follows its `own` characters."""
+def encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict, opening: bool = True) -> list[int]:
+    """Token ids of a prompt, with `opening` for an answer; what others wrote in it is marked."""
     if isinstance(prompt, str):
-        written = [] if own is None else protected(prompt[own:], tokenizer).split(MARK)
-        prompt = prompt[:own] + "".join(written[:1])
         try:
-            ids = tokenizer(prompt)["input_ids"]
+            start, ids, end = encode_text(prompt, tokenizer)
         except (TypeError, ValueError) as error:  # e.g. an unpaired surrogate
             raise PromptError(f"The tokenizer cannot read {described(prompt)}: {shortened(error)}") from error
-        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:  # one from the tokenizer, one in the text
-            ids = ids[1:]
-        # some tokenizers end every text with EOS
-        closed = opening and ids[-1:] == [eos] and not prompt.rstrip().endswith(str(tokenizer.eos_token))
-        return (ids[:-1] if closed else ids) + encode_marked(MARK.join(["", *written[1:]]), tokenizer)
+        return [*start, *ids] if opening else [*start, *ids, *end]
     if not (isinstance(prompt, list) and is_conversational({"prompt": prompt[:1]})):
         raise PromptError(f"A prompt must be text or a list of chat messages, got {described(prompt)}.")
     for place, message in enumerate(prompt):
@@ -234,10 +167,11 @@ def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> di
     """Keyword arguments of a row's chat template, with its columns `"tools"` and `"chat_template_kwargs"`."""
     tools = row.get("tools") or None
     try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = json.loads(tools) if isinstance(tools, str) else without_none(tools)
     except ValueError as error:
         raise PromptError(f'its "tools" must be JSON or a list of schemas ({error}).') from error
-    return {"tools": tools, **(template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
+    of_row = without_none(row.get("chat_template_kwargs") or {})
+    return {"tools": tools, **(template_kwargs or {}), **of_row}
 
 
 def prompt_limit(
@@ -282,12 +216,27 @@ def _ids_of(prompt: Any, row: dict, tokenizer: PreTrainedTokenizerBase, kwargs: 
     if is_text and kwargs:
         logger.warning_once("`chat_template_kwargs` has no effect on prompts of text.")
     template_kwargs = {} if is_text else row_template_kwargs(row, kwargs)
-    ids = [] if prompt == [] else encode(prompt, tokenizer, template_kwargs)
+    ids = [] if prompt == [] else encode(without_none(prompt), tokenizer, template_kwargs)
     if is_text and not ids:
         ids = [x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None][:1]
     if not ids:
         raise PromptError("The prompt is empty; drop it, or give it at least one token.")
     return ids
+
+
+def _warn_of_delimiters(
+    prompt: Any, name: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None
+) -> None:
+    """Warn if a message spells a delimiter, which the model reads as one: it may hold a rendered chat."""
+    if not (isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)):
+        return  # text is as its script has rendered it, and what is no prompt has its own error
+    delimiter = delimiter_in(without_none(prompt), tokenizer, (template_kwargs or {}).get("chat_template"))
+    if delimiter is not None:
+        logger.warning_once(
+            f"A message of `{name}` spells {delimiter!r}, a delimiter of the chat template, and the model reads it as "
+            "one, also when it is served. If the message holds a rendered chat, pass that as a prompt of text, or its "
+            "messages; otherwise remove the delimiter."
+        )
 
 
 def with_prompts(dataset: Any, tokenizer: PreTrainedTokenizerBase, rows: int) -> Any:
@@ -323,10 +272,16 @@ def tokenize_prompts(
         room = f"{max_prompt_length=}"
     room_for_others = prompt_limit(max_completion_length, context_length, None)
     kinds: set[type] = set()  # of the prompts so far
+    is_stream = isinstance(dataset, IterableDataset)
+    if not is_stream:  # outside of `map`, which a cache may skip
+        for index in spread_indices(len(dataset), CHECKED_FOR_DELIMITERS):
+            _warn_of_delimiters(dataset[index]["prompt"], name, tokenizer, chat_template_kwargs)
 
     def encode_row(row: dict) -> dict[str, list]:
         prompt = row.get("prompt")
         ids = _ids_of(prompt, row, tokenizer, chat_template_kwargs)
+        if is_stream:
+            _warn_of_delimiters(prompt, name, tokenizer, chat_template_kwargs)
         if vocab_size is not None and max(ids) >= vocab_size:
             token = f"the token {tokenizer.convert_ids_to_tokens(max(ids))!r} with id {max(ids)}"
             raise PromptError(f"The prompt has {token}, but the model has {vocab_size} tokens; use its tokenizer.")

@@ -41,6 +41,7 @@ from .arguments import (
     check_unknown_arguments,
     read_prompts,
     tokenizer_name,
+    warn_of_turns_that_go_on,
 )
 from .checkpoints import files, hub, resume, save
 from .checkpoints.atomic import rotate
@@ -205,6 +206,9 @@ class PPOTrainer(Trainer):
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum = partial(self.accelerator.reduce, reduction="sum")
         player = build_player(actor_critic, tokenizer, args, self.accelerator, environments, context_length, self)
+        if args.process_index == 0 and not args.stop_strings:
+            stops = player.generator.stop_token_ids
+            warn_of_turns_that_go_on(self.train_dataset, tokenizer, prompts.template_kwargs, stops)
         player.begin_next = self._begin_next if args.vllm_options.overlap_rollouts else None
         uses_vllm = args.generation_backend == "vllm"
         sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None

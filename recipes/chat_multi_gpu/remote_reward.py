@@ -3,22 +3,24 @@
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from trl_ppo_ext.rewards import ScoringBatch
 from trl_ppo_ext.rewards.http import HttpReward
-from trl_ppo_ext.rewards.model import joined
+from trl_ppo_ext.rewards.model import pooled_place
+from trl_ppo_ext.text import encode_completed
 
 
 @dataclass(eq=False, repr=False)
 class RemoteReward(HttpReward):
     """Sequence classifier behind `/classify` of `vllm serve`.
 
-    It gets the text that a classifier in the run would get, and its raw output is the score.
+    It gets the token ids that a classifier in the run would get, up to the one at which that reads its score: vLLM
+    reads the last one. Its raw output is the score.
 
     Args:
         url (`str`): Address of the server, e.g. `http://localhost:8001`.
-        model (`str`): Model id or path of the classifier, whose tokenizer writes chat messages as text.
+        model (`str`): Model id or path of the classifier, for its tokenizer and its pad token.
         label (`int`, *optional*): Output of a model with several.
         name, api_key_env, concurrency, timeout, max_retries: As those of [`~trl_ppo_ext.Judge`].
     """
@@ -29,10 +31,11 @@ class RemoteReward(HttpReward):
         self.url = self.url.rstrip("/").removesuffix("/classify") + "/classify"
         super().__post_init__()
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
+        self.pad_token_id = AutoConfig.from_pretrained(self.model).get_text_config().pad_token_id
 
     def _body(self, batch: ScoringBatch, row: int) -> dict[str, Any]:
-        texts, special = joined([batch.prompts[row]], [batch.completions[row]], self.tokenizer)
-        return {"input": texts, "use_activation": False, "add_special_tokens": special}
+        ids = encode_completed(batch.prompts[row], batch.completions[row], self.tokenizer)
+        return {"input": ids[: pooled_place(ids, self.pad_token_id) + 1], "use_activation": False}
 
     def _read(self, answer: Any) -> float:
         outputs = answer["data"][0]["probs"]

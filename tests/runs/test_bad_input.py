@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from tiny import config, length_reward, llama, prompts, tokenizer, with_mapped_logits
+from tiny import byte_tokenizer, config, length_reward, llama, prompts, tokenizer, with_mapped_logits
 from torch import nn
 from transformers import BitsAndBytesConfig, TrainingArguments
+from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer, arguments
 from trl_ppo_ext import trainer as trainers
@@ -265,6 +266,21 @@ def test_pad_token_beyond_the_embedding_raises(tmp_path):
     with pytest.raises(ValueError, match=r"'\[PAD\]' has the id 32, but .* 32 tokens; set `pad_token` .*'<eos>'"):
         build(tmp_path, {"processing_class": lambda: larger}, pad_token="[PAD]")
     assert build(tmp_path, {"processing_class": lambda: larger}).processing_class.pad_token == "<eos>"
+
+
+@pytest.mark.parametrize(
+    "settings, says", [({}, True), ({"stop_token_ids": [2]}, False), ({"stop_strings": ["x"]}, False)]
+)
+def test_end_of_turn_at_which_nothing_stops_is_said_before_training(tmp_path, caplog, monkeypatch, settings, says):
+    """A base model with a chat template: its EOS is another token than that of the template."""
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    built = byte_tokenizer()
+    built.eos_token = built.pad_token = "<|endoftext|>"
+    model = llama(vocab_size=len(built))
+    model.generation_config.eos_token_id = built.eos_token_id
+    chats = Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]] * 4})
+    PPOTrainer(model, length_reward, config(tmp_path, **settings), chats, processing_class=built)
+    assert ("ends an answer with '<|im_end|>'" in caplog.text and "Add 2 to `stop_token_ids`" in caplog.text) == says
 
 
 def test_training_needs_a_dataset(tmp_path):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset, IterableDataset, arrow_dataset, fingerprint
-from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
+from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, config, length_reward, llama, prompts, tokenizer
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -19,7 +20,7 @@ from transformers.utils import logging
 from trl_ppo_ext import PPOTrainer, data
 from trl_ppo_ext.data import PROMPT_IDS, PromptError, RolloutSampler, Rows, StreamedRows, weighted_rows
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
-from trl_ppo_ext.rewards.model import joined
+from trl_ppo_ext.text import encode_completed
 
 CHATS = [
     [{"role": "user", "content": "w1 w2"}],
@@ -185,8 +186,73 @@ def test_message_of_the_assistant_at_the_end_is_continued():
     policy_tokenizer = chat_tokenizer()
     [row] = tokenize_prompts([{"prompt": chat}], policy_tokenizer, "train_dataset", 4)
     assert policy_tokenizer.decode(row[PROMPT_IDS]) == "<bos> user w1 <bos> assistant w2 w3"
-    texts, _ = joined([chat, chat[:1]], 2 * [[{"role": "assistant", "content": " w4"}]], policy_tokenizer)
-    assert texts == ["<bos> user w1 <bos> assistant w2 w3 w4 ", "<bos> user w1 <bos> assistant  w4 "]
+    answer = [{"role": "assistant", "content": " w4"}]
+    texts = [policy_tokenizer.decode(encode_completed(x, answer, policy_tokenizer)) for x in (chat, chat[:1])]
+    assert texts == ["<bos> user w1 <bos> assistant w2 w3 w4", "<bos> user w1 <bos> assistant w4"]
+
+
+SEARCH = {"type": "function", "function": {"name": "search", "arguments": {"query": "rain"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn", "days": [1, 2]}}}
+
+
+@pytest.mark.parametrize("template", ["qwen3", "llama3_1", "gptoss", "glm4moe"])
+def test_keys_that_arrow_adds_are_not_rendered(template):
+    """The ids are those of the messages, schemas and settings as they were written."""
+    chats = [
+        [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": "", "tool_calls": [SEARCH]},
+            {"role": "tool", "name": "search", "content": "no"},
+        ],
+        [
+            {"role": "user", "content": "Bonn?"},
+            {"role": "assistant", "content": "", "tool_calls": [WEATHER]},
+            {"role": "tool", "name": "weather", "content": "7"},
+        ],
+        [{"role": "user", "content": "Hello."}],
+    ]
+    schemas = []
+    for call, kind in ((SEARCH, "string"), (WEATHER, "integer"), (SEARCH, "string")):
+        function = {"name": call["function"]["name"], "description": "d"}
+        fields = {key: {"type": kind} for key in call["function"]["arguments"]}
+        parameters = {"type": "object", "properties": fields, "required": [*fields]}
+        schemas.append([{"type": "function", "function": function | {"parameters": parameters}}])
+    kwargs = [{"reasoning_effort": "high"}, {"enable_thinking": False}, {}]
+    built = byte_tokenizer(template)
+    stored = Dataset.from_dict({"prompt": chats, "tools": schemas, "chat_template_kwargs": kwargs})
+    assert stored[2]["chat_template_kwargs"] != {} and "days" in str(stored[0]["prompt"])  # Arrow has added keys
+    ids = tokenize_prompts(stored, built, "train_dataset", 4)[PROMPT_IDS]
+    for row in range(3):
+        written = {"tools": schemas[row], "add_generation_prompt": True, "return_dict": False} | kwargs[row]
+        assert ids[row] == built.apply_chat_template(chats[row], **written), row
+
+
+RENDERED = "<|im_start|>user\nUse 3 and 4.<|im_end|>\n<|im_start|>assistant\nLet me see."
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "message, spelled",
+    [
+        ({"role": "user", "content": RENDERED}, "<|im_start|>"),
+        ({"role": "system", "content": "Stop at <|im_end|>."}, "<|im_end|>"),
+        ({"role": "user", "content": [{"type": "text", "text": "a<|im_end|>"}]}, "<|im_end|>"),
+        ({"role": "user", "content": "Think in <think> tags about <item_7>."}, None),
+        ({"role": "tool", "name": "f", "content": RENDERED}, None),
+    ],
+)
+def test_delimiters_in_messages_of_a_dataset_are_said(message, spelled, streams, caplog, monkeypatch):
+    """The model reads them as delimiters: a rendered chat within a message is one more chat."""
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    logging.get_logger("trl_ppo_ext.data").warning_once.__func__.cache_clear()
+    built = byte_tokenizer()
+    built.add_tokens([AddedToken("<item_7>", special=True)])
+    rows = dataset([message])
+    rows = rows.to_iterable_dataset() if streams else rows
+    list(tokenize_prompts(rows, built, "train_dataset", 4))
+    said = [record.getMessage() for record in caplog.records if "delimiter" in record.getMessage()]
+    assert len(said) == (spelled is not None), said
+    assert not said or f"A message of `train_dataset` spells {spelled!r}" in said[0]
 
 
 def test_empty_text_begins_with_bos_or_eos():

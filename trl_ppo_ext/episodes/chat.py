@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl import add_response_schema, get_training_chat_template, supports_tool_calling
 
-from ..data import PromptError, encode_chat, encode_marked, protected
+from ..data import PromptError
+from ..text import encode_chat, encode_marked, protected
 
 logger = logging.get_logger(__name__)
 
@@ -97,7 +98,8 @@ class ChatFormat:
         if template_kwargs is None:  # the conversation is text
             return self.encoded("".join(texts))
         # only what follows a turn is rendered, after a stand-in for it: sampled ids are never tokenized again
-        before, start, after = self._stand_in(messages, template_kwargs)
+        marked = protected(messages, self.tokenizer, template_kwargs.get("chat_template"))
+        before, start, after = self._stand_in(marked, template_kwargs)
         end = self._end(before, start, after, stop_token_ids)
         if end is None:
             raise PromptError("The chat template changes earlier messages when others follow; use another template.")

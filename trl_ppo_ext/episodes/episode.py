@@ -11,6 +11,7 @@ from trl import is_conversational
 
 from ..data import OTHER_PROMPT_IDS, PROMPT_IDS, TOKEN_COLUMNS
 from ..sequences import Sequences
+from ..text import without_none
 from .record import NOWHERE, Place
 
 
@@ -55,7 +56,7 @@ class Episode:
         """Begin an episode with a row of the dataset."""
         columns = {name: x for name, x in row.items() if name not in {"prompt", *TOKEN_COLUMNS}}
         others = {role: row[name] for role, name in OTHER_PROMPT_IDS.items() if name in row}
-        return cls(row["prompt"], row[PROMPT_IDS], others, columns)
+        return cls(without_none(row["prompt"]), row[PROMPT_IDS], others, columns)
 
     @property
     def ids(self) -> list[int]:

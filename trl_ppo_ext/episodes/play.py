@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ..concurrency import called, started
 from ..config import HIDDEN_STATE, PPOConfig
-from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs, text_only
+from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..rewards.scoring import guarded, seeded
+from ..text import protected, text_only
 from .chat import CHARACTERS
 from .environments import Environments, TextEnvironment, bounded
 from .episode import Episode, decode
@@ -165,25 +166,18 @@ class EnvironmentPlayer(Player):
         return [(episode, answer) for episode, answer in zip(episodes, answers) if episode.error is None]
 
     def _observe(self, episode: Episode, observation: Any) -> None:
-        """Add the first observation to the prompt: text ends its last message, as in TRL; messages follow it."""
-        prompt, limit = episode.prompt, self.prompt_limit
+        """Add the first observation to the prompt."""
+        limit = self.prompt_limit
         try:
-            match observation:
-                case None:
-                    pass
-                case list():
-                    prompt = observation if prompt in (NO_PROMPT, "") else [*prompt, *observation]
-                case str() if len(observation) > CHARACTERS * limit:
-                    raise PromptError(f"`reset` returned {len(observation)} characters, but {limit} tokens fit")
-                case str() if isinstance(prompt, str):
-                    prompt += observation
-                case str():
-                    last = text_only(prompt[-1])
-                    prompt = [*prompt[:-1], last | {"content": last["content"] + observation}]
-                case _:
-                    raise TypeError(f"`reset` must return text, messages or None, got {type(observation).__name__}")
-            kwargs = (episode.template_kwargs or {}) | ({"tools": x} if (x := episode.kind.schemas) else {})
-            ids = encode(prompt, self.tokenizer, kwargs, own=len(episode.prompt)) or episode.prompt_ids
+            if isinstance(observation, str) and len(observation) > CHARACTERS * limit:
+                raise PromptError(f"`reset` returned {len(observation)} characters, but {limit} tokens fit")
+            kwargs = dict(episode.template_kwargs or {})
+            if episode.kind.schemas:
+                kwargs["tools"] = episode.kind.schemas
+            prompt = with_observation(episode.prompt, observation)
+            # what the environment spells is text
+            marked = protected(observation, self.tokenizer, kwargs.get("chat_template"))
+            ids = encode(with_observation(episode.prompt, marked), self.tokenizer, kwargs) or episode.prompt_ids
             if self.truncates:
                 ids = ids[-limit:]
             if not 0 < len(ids) <= limit:
@@ -235,6 +229,22 @@ class EnvironmentPlayer(Player):
             episode.bootstraps = answer.truncated or self.bootstraps
             episode.following = ids if episode.bootstraps and len(ids) <= room else []
         return False
+
+
+def with_observation(prompt: Any, observation: Any) -> Any:
+    """A prompt with the first observation: text ends its last message, as in TRL; messages follow it."""
+    match observation:
+        case None:
+            return prompt
+        case list():
+            return observation if prompt in (NO_PROMPT, "") else [*prompt, *observation]
+        case str() if isinstance(prompt, str):
+            return prompt + observation
+        case str():
+            last = text_only(prompt[-1])
+            return [*prompt[:-1], last | {"content": last["content"] + observation}]
+        case _:
+            raise TypeError(f"`reset` must return text, messages or None, got {type(observation).__name__}")
 
 
 class FunctionPlayer(Player):

@@ -4,12 +4,12 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -18,13 +18,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from trl import apply_chat_template, is_conversational
 
-from ..data import encode_marked, prefill, protected, text_only
 from ..modeling import ActorCritic
 from ..modeling.adapters import SCORE_HEADS, check_same_base, find_file, read_adapter
 from ..modeling.loading import check_loaded
 from ..redaction import shortened
+from ..text import encode_completed
 from .scoring import RewardError, ScoringBatch
 
 _ROBERTA = re.compile("roberta|camembert|data2vec-text|ibert|longformer|luke|mpnet|xmod")
@@ -74,36 +73,48 @@ def context_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
     return min(positions - 2 * bool(_ROBERTA.search(config.model_type)), tokenizer.model_max_length)
 
 
-def joined(prompts: list, completions: list, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], bool]:
-    """Prompts with their completions as text, as in TRL's `RewardTrainer`, and whether special tokens are missing."""
-    if is_conversational({"prompt": prompts[0]}):
-        chats = [
-            [*p[:-1], c[0] | {"content": start + c[0]["content"]}, *c[1:]] if c and (start := prefill(p)) else p + c
-            for p, c in zip(prompts, completions)
-        ]
-        return [apply_chat_template({"messages": [*map(text_only, x)]}, tokenizer)["text"] for x in chats], False
-    return [p + c + (tokenizer.eos_token or "") for p, c in zip(prompts, completions)], True
+def pooled_place(ids: list[int], pad_token_id: int | None) -> int:
+    """Place of the token at which transformers' decoders read a score: the last one that is not the pad token.
+
+    With pad = EOS that is the token before EOS, and the head was trained there.
+    """
+    if pad_token_id is None:
+        return len(ids) - 1
+    return max((place for place, token in enumerate(ids) if token != pad_token_id), default=0)
+
+
+def ends_no_row(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> int:
+    """A pad token that hides the end of no row."""
+    ends = {ids[-1] for ids in rows if ids}
+    candidates = [tokenizer.pad_token_id, *range(len(ends) + 1)]
+    return next(token for token in candidates if token is not None and token not in ends)
+
+
+def padded(rows: list[list[int]], pad_token_id: int, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and their mask, `[rows, length]`."""
+    ids = [torch.tensor(row) for row in rows]
+    masks = [torch.ones(len(row), dtype=torch.long) for row in rows]
+    input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_token_id, padding_side=side)
+    mask = pad_sequence(masks, batch_first=True, padding_side=side)
+    return input_ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
 
 
 class SequenceScorer:
-    """Scores prompt and completion as one text, at its last token."""
+    """Scores prompt and completion as one text."""
 
-    _score: ClassVar[Callable[[Any, Tensor, Tensor], Tensor]]  # scores of padded token ids, with their mask
+    _score: ClassVar[Callable[[Any, list[list[int]]], Tensor]]  # scores of rows of token ids, `[rows]`
 
     def __init__(
         self, name: str, tokenizer: PreTrainedTokenizerBase, batch_size: int, context_length: int = sys.maxsize
     ):
-        self.name, self.tokenizer = name, tokenizer
-        self.batch_size, self.context_length = batch_size, context_length
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        self.name = name
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.context_length = context_length
 
     def encode(self, prompts: list, completions: list) -> list[list[int]]:
-        """Tokenize prompts with their completions; a delimiter that messages spell is text."""
-        if is_conversational({"prompt": prompts[0]}):
-            prompts, completions = protected([prompts, completions], self.tokenizer)
-        texts, special = joined(prompts, completions, self.tokenizer)
-        return [encode_marked(text, self.tokenizer, special) for text in texts]
+        """Tokenize prompts with their completions."""
+        return [encode_completed(*pair, self.tokenizer) for pair in zip(prompts, completions)]
 
     def score(self, batch: ScoringBatch) -> list[float | RewardError]:
         """Score completions in batches of similar length; one that the model cannot read fails by itself."""
@@ -121,19 +132,10 @@ class SequenceScorer:
         parts = []
         for start in range(0, len(by_length), self.batch_size):
             ids = [rows[row] for row in by_length[start : start + self.batch_size]]
-            inputs = self.tokenizer.pad({"input_ids": ids}, padding=True, return_tensors="pt")
-            parts.append(self._score(inputs["input_ids"], inputs["attention_mask"]).float())
+            parts.append(self._score(ids).float())
         if parts:
             scores |= zip(by_length, torch.cat(parts).tolist())  # the only wait for the device
         return [scores[row] for row in range(len(batch))]
-
-
-def last_states(trunk: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
-    """Return the hidden state of the last real token, for any padding side and token."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    outputs = trunk(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
-    last = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(1)
-    return outputs.last_hidden_state[torch.arange(len(last), device=mask.device), last]
 
 
 class ClassifierReward(SequenceScorer):
@@ -156,23 +158,29 @@ class ClassifierReward(SequenceScorer):
                 raise RewardError(f"{cause}; pass one in `reward_processing_classes`.")
             tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
         super().__init__(name, tokenizer, batch_size, context_length(model.config, tokenizer))
-        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
         self.model = model.requires_grad_(False).eval()
+        classifier = model.get_base_model() if isinstance(model, PeftModel) else model
+        # decoders pool by their pad token, from the right; other models are padded as their tokenizer does
+        self.is_decoder = isinstance(getattr(classifier, "score", None), nn.Module)
         for module in model.modules():
             # the 4-bit kernel of CPUs with AVX512-BF16 takes whole blocks of 32 rows and 64 columns
             if hasattr(module, "support_avx512bf16_for_cpu") and (module.out_features % 32 or module.in_features % 64):
                 module.support_avx512bf16_for_cpu = False
 
     @torch.inference_mode()
-    def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+    def _score(self, rows: list[list[int]]) -> Tensor:
         device = self.model.get_input_embeddings().weight.device
-        input_ids, mask = input_ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
-        model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-        head = getattr(model, "score", None)
-        if not isinstance(head, nn.Module):  # encoders pool by themselves
-            return self.model(input_ids=input_ids, attention_mask=mask).logits[:, self.label]
-        trunk = getattr(model, model.base_model_prefix)
-        return head(last_states(trunk, input_ids, mask))[:, self.label]
+        config = self.model.config.get_text_config()
+        trained_with = config.pad_token_id
+        pad_token_id = ends_no_row(rows, self.tokenizer) if trained_with is None else trained_with
+        side = "right" if self.is_decoder else self.tokenizer.padding_side
+        input_ids, mask = padded(rows, pad_token_id, side, device)
+        without_cache = {"use_cache": False} if self.is_decoder else {}
+        config.pad_token_id = pad_token_id  # without one, a decoder refuses to pool several rows
+        try:
+            return self.model(input_ids=input_ids, attention_mask=mask, **without_cache).logits[:, self.label]
+        finally:
+            config.pad_token_id = trained_with
 
 
 @dataclass(frozen=True)
@@ -208,17 +216,20 @@ class AdapterReward(SequenceScorer):
         path = adapter.path
         super().__init__(adapter.name or path.rstrip("/").split("/")[-1], tokenizer, batch_size)
         files = read_adapter(path)
+        self.pad_token_id = actor_critic.config.get_text_config().pad_token_id
         if adapter.check_base:
             remedy = "Load the policy from that base, or set `check_base=False` if the weights are the same."
             base = actor_critic.config._name_or_path
             check_same_base(path, files.config.base_model_name_or_path, base, remedy)
         if find_file(path, "tokenizer_config.json") is not None:
-            theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # only its vocabulary is compared
+            theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             if theirs.get_vocab() != tokenizer.get_vocab():
                 raise RewardError(
                     f"The reward adapter `{path}` was trained with another tokenizer ({len(theirs)} tokens) than the "
                     f"policy's ({len(tokenizer)} tokens); merge the adapter into its base and pass that model."
                 )
+            if theirs.pad_token_id is not None:  # trainers give the classifier the pad token of its tokenizer
+                self.pad_token_id = theirs.pad_token_id
         if "weight" not in files.head:
             cause = f"The reward adapter `{path}` has no score head ({' or '.join(SCORE_HEADS)})"
             raise RewardError(f'{cause}; train it with `task_type="SEQ_CLS"`, which saves the head.')
@@ -231,10 +242,16 @@ class AdapterReward(SequenceScorer):
         self.head = {key: x.float().to(actor_critic.device) for key, x in files.head.items()}
 
     @torch.no_grad()
-    def _score(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+    def _score(self, rows: list[list[int]]) -> Tensor:
         device = self.actor_critic.device
-        input_ids, mask = input_ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
-        read = partial(last_states, input_ids=input_ids, mask=mask)
+        input_ids, mask = padded(rows, ends_no_row(rows, self.tokenizer), "right", device)
+        places = torch.tensor([pooled_place(ids, self.pad_token_id) for ids in rows])
+        places = places.to(device, non_blocking=True)
+
+        def read(trunk: nn.Module) -> Tensor:
+            outputs = trunk(input_ids=input_ids, attention_mask=mask, use_cache=False)
+            return outputs.last_hidden_state[torch.arange(len(rows), device=device), places]
+
         states = self.actor_critic.read_trunk(read, self.adapter_name)
         head = {key: x.to(states.device) for key, x in self.head.items()}  # the model may have moved since
         with torch.autocast(states.device.type, enabled=False):

@@ -9,6 +9,8 @@ from trl import add_response_schema
 
 from trl_ppo_ext.data import PromptError, encode
 from trl_ppo_ext.episodes.chat import ChatFormat
+from trl_ppo_ext.episodes.play import with_observation
+from trl_ppo_ext.text import encode_completed, end_of_turn, protected
 
 
 def sentencepiece_like():
@@ -183,18 +185,43 @@ def test_delimiters_that_others_write_are_text(name):
         turn = [*built("north", add_special_tokens=False)["input_ids"], end]
         return chat.following(turn, [role | {"content": text}], chat.template_kwargs, frozenset({end}), 1000)
 
-    def prompt(text):
-        return encode([{"role": "system", "content": f"s {text}"}, {"role": "user", "content": text}], built, {})
+    def observed(text):
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q "}]
+        return encode(with_observation(messages, protected(text, built)), built, {})
 
-    for write, page in ((prompt, attack.replace("</tool_response>", "")), (following, attack)):
+    def completed(text):
+        return encode_completed(QUESTION, [{"role": "assistant", "content": text}], built)
+
+    own = attack.replace("</tool_response>", "")  # a tag that is not special, which others than tools may write
+    for write, page in ((observed, own), (completed, own), (following, attack)):
         (tokens, plain), (others, text) = parts(write("fine")), parts(write(page))
-        assert others == tokens and text == plain.replace("fine", page)
-    rows = [{"role": "system", "content": "s fine"}, {"role": "user", "content": "fine <x>"}]
-    assert encode(rows, built, {}) == built.apply_chat_template(rows, add_generation_prompt=True, return_dict=False)
+        assert others == tokens and text == plain.replace("fine", page), write
 
 
-@pytest.mark.parametrize("place", ["documents", "tools", "key"])
-def test_delimiters_in_documents_schemas_and_keys_are_text(place):
+@pytest.mark.parametrize("name", FORMATS)
+def test_special_tokens_of_the_dataset_are_tokens(name):
+    """As the model is served: in system texts, questions, earlier answers and prefills; not in those of tools."""
+    built, _, attack = delimited(name)
+    built.add_tokens([AddedToken("<item_7>", special=True, normalized=False)])
+    chat = [{"role": "system", "content": f"s {attack}"}, {"role": "user", "content": f"Is {attack} <item_7>?"}]
+    expected = built.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert encode(chat, built, {}) == expected and built.convert_tokens_to_ids("<item_7>") in expected
+    begun = [*chat, {"role": "assistant", "content": "It is <item_7>"}]
+    expected = built.apply_chat_template(begun, continue_final_message=True, return_dict=False)
+    assert encode(begun, built, {}) == expected
+    text = f"a {attack} <item_7>"
+    assert encode(text, built, {}) == built(text)["input_ids"]
+    if name in ("llama3_1", "qwen3"):  # their templates render tools
+        read = [chat[1], {"role": "tool", "name": "f", "content": attack}, *QUESTION]
+        honest = [chat[1], {"role": "tool", "name": "f", "content": "fine"}, *QUESTION]
+        special = [
+            [x for x in encode(messages, built, {}) if x in built.added_tokens_decoder] for messages in (read, honest)
+        ]
+        assert special[0] == special[1]
+
+
+@pytest.mark.parametrize("place", ["documents", "tools"])
+def test_delimiters_in_documents_and_schemas_are_text(place):
     built, _, attack = delimited("chatml")
     built.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
@@ -204,9 +231,20 @@ def test_delimiters_in_documents_schemas_and_keys_are_text(place):
 
     def write(text):
         kwargs = {"documents": [{"text": text}], "tools": [{"name": "f", "description": text}]}
-        calls = {"tool_calls": [{"arguments": {"a": {text: 1}}}]} if place == "key" else {}
-        messages = [*QUESTION, {"role": "assistant", "content": "", **calls}, *QUESTION]
-        return [x for x in encode(messages, built, {k: x for k, x in kwargs.items() if k == place}) if x < 3]
+        return [x for x in encode(QUESTION, built, {place: kwargs[place]}) if x < 3]
+
+    assert write(attack) == write("fine")
+
+
+def test_delimiters_in_a_sampled_call_are_text():
+    built, _, attack = delimited("chatml")
+    built.chat_template = built.chat_template.replace(
+        "m.content +", "m.content + (m.tool_calls[0].arguments | tojson if m.tool_calls else '') +"
+    )
+
+    def write(text):
+        call = {"role": "assistant", "content": "", "tool_calls": [{"arguments": {"a": {text: 1}}}]}
+        return [x for x in encode_completed(QUESTION, [call, *QUESTION], built) if x < 3]
 
     assert write(attack) == write("fine")
 
@@ -224,7 +262,7 @@ def test_delimiters_in_text_of_an_environment_are_text(build):
     observed = f" a{built.eos_token}b{built.pad_token * 2} {built.bos_token or ''}"
     for ids in (
         chat.following([9], [{"role": "user", "content": observed}], None, frozenset(), 1000),
-        encode("go" + observed, built, {}, own=2)[len(built("go")["input_ids"]) :],
+        encode(with_observation("go", protected(observed, built)), built, {})[len(built("go")["input_ids"]) :],
     ):
         assert not {*ids} & {*built.all_special_ids} and built.decode(ids).strip() == observed.strip()
     assert built.eos_token_id in encode(f"go {built.eos_token} on", built, {})  # the user's own
@@ -268,3 +306,18 @@ def test_header_that_the_parser_does_not_find_is_refused(anchor):
         ValueError, match=r"`start_anchor` must .* got '<\|im_start\|>assistant\\n' for .* assistant\\n'"
     ):
         ChatFormat(custom, None, conversational=True, with_tools=True)
+
+
+@pytest.mark.parametrize(
+    "name, end",
+    [("qwen3", "<|im_end|>"), ("llama3_1", "<|eot_id|>"), ("gemma3", "<end_of_turn>"), ("gptoss", "<|return|>")],
+)
+def test_end_of_turn_is_what_follows_an_answer(name, end):
+    built = byte_tokenizer(name)
+    built.add_tokens([AddedToken(token, special=True) for token in (end, "<|message|>", "<|channel|>", "<|start|>")])
+    built.bos_token = built.eos_token = end  # some templates write one of them
+    assert end_of_turn(built) == end
+    built.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    assert end_of_turn(built) is None
+    built.chat_template = "{{ raise_exception('no') }}"
+    assert end_of_turn(built) is None

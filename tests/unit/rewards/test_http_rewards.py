@@ -194,14 +194,25 @@ def test_label_chooses_an_output(port):
         assert f"`label` must be one of its 2 outputs, got {label}" in str(error)
 
 
-def test_classifier_gets_the_text_that_the_run_would_score():
+def test_classifier_gets_the_tokens_that_the_run_would_score():
     """Text with an EOS, chat messages by their template, which writes special tokens itself."""
     asked = remote(1, "ok")
     assert asked.url.endswith("/classify")
     chat = [{"role": "user", "content": "w1"}], [{"role": "assistant", "content": "w2"}]
     bodies = [asked._body(ScoringBatch([p], [c], [[1]]), 0) for p, c in (("w1", " w2"), chat)]
-    assert [body["input"] for body in bodies] == [["w1 w2<eos>"], ["<bos> user w1 <bos> assistant w2 "]]
-    assert [body["add_special_tokens"] for body in bodies] == [True, False]
+    written = [asked.tokenizer.decode(body["input"]) for body in bodies]
+    expected = ["w 1   w 2<eos>", "<bos>  u s e r   w 1  <bos>  a s s i s t a n t   w 2  "]
+    assert [text.replace(" ", "") for text in written] == [text.replace(" ", "") for text in expected]
+
+
+def test_classifier_with_eos_as_pad_is_read_before_eos():
+    """As transformers does, while vLLM reads the last token that it gets."""
+    asked = remote(1, "ok")
+    eos = asked.tokenizer.eos_token_id
+    asked.pad_token_id = eos
+    assert asked._body(ScoringBatch(["a"], ["b"], [[1]]), 0)["input"] == [ord("a"), ord("b")]
+    asked.pad_token_id = 0
+    assert asked._body(ScoringBatch(["a"], ["b"], [[1]]), 0)["input"] == [ord("a"), ord("b"), eos]
 
 
 def test_dead_server_is_given_up_for_the_rest_of_a_batch(port):

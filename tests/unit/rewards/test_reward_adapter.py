@@ -12,7 +12,7 @@ from tiny import WORDS, config, llama, prompts, tokenizer
 from transformers import LlamaForSequenceClassification
 
 from trl_ppo_ext import PPOTrainer, RewardAdapter
-from trl_ppo_ext.rewards import ClassifierReward
+from trl_ppo_ext.rewards import ClassifierReward, ScoringBatch
 
 
 @pytest.fixture
@@ -121,3 +121,23 @@ def test_adapter_that_does_not_fit_raises_its_name(base, adapter, tmp_path, dama
     damage(adapter)
     with pytest.raises(ValueError, match=message):
         run(base, adapter, tmp_path / "run")
+
+
+@pytest.mark.parametrize("pad", ["<eos>", "<pad>"])
+def test_adapter_is_read_where_its_trainer_read_it(base, tmp_path, pad):
+    """Before the pad token of the tokenizer that was saved with it: with pad = EOS that is the token before EOS."""
+    torch.manual_seed(5)
+    model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")).eval()
+    own = tokenizer()
+    own.pad_token = pad
+    model.config.pad_token_id = own.pad_token_id
+    model.save_pretrained(tmp_path / "polite")
+    own.save_pretrained(tmp_path / "polite")
+    (reward,) = run(base, str(tmp_path / "polite"), tmp_path / "run").roles.rewards
+    pairs = [("w1 w2 ", "w3"), ("w4 ", "w5 w6 w7 w8"), ("w9 ", "w0")]
+    ids = reward.encode(*map(list, zip(*pairs)))
+    with torch.no_grad():
+        expected = [model(input_ids=torch.tensor([row])).logits[0, 0].item() for row in ids]
+    scores = reward.score(ScoringBatch(*map(list, zip(*pairs)), [[1]] * 3))
+    assert scores == pytest.approx(expected, abs=1e-5)

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, length_reward, llama, tokenizer
+from tokenizers import processors
 from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification, RobertaConfig, RobertaForSequenceClassification
 
@@ -236,6 +237,58 @@ def test_positions_count_real_tokens():
     reward = ClassifierReward(model, padded_with("left", "<pad>"))
     alone = [reward.score(batch(pair))[0] for pair in PAIRS]
     assert reward.score(batch(*PAIRS)) == pytest.approx(alone, abs=1e-5)
+
+
+def own_call(model, ids):
+    """The model's own pooled score of one sequence, as the Hub and a pipeline compute it."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits[0, 0].item()
+
+
+@pytest.mark.parametrize("pad_of_config", [None, "<eos>", "<unk>", "<pad>"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("conversational", [False, True])
+def test_score_is_that_of_the_model_whatever_pads(conversational, side, pad_of_config):
+    """transformers pools before the config's pad token: with pad = EOS that is the token before EOS."""
+    words = [*WORDS[:25], "user", "assistant"]
+    model, own = llama(classifier=True), tokenizer(words, CHAT_TEMPLATE.replace("+ ' ' }}", "+ ' <eos> ' }}", 1))
+    own.padding_side, own.pad_token = side, pad_of_config or "<pad>"
+    if pad_of_config is not None:
+        model.config.pad_token_id = own.pad_token_id
+    pairs = PAIRS
+    if conversational:
+        pairs = [([{"role": "user", "content": p}], [{"role": "assistant", "content": c}]) for p, c in PAIRS]
+    reward = ClassifierReward(model, own, batch_size=3)
+    rows = reward.encode(*map(list, zip(*pairs)))
+    assert all(row[-1] == own.eos_token_id for row in rows)
+    expected = [own_call(model, row) for row in rows]
+    assert reward.score(batch(*pairs)) == pytest.approx(expected, abs=1e-6)
+    at_eos = [score_by_hand(model, row) for row in rows]
+    assert (expected == pytest.approx(at_eos, abs=1e-6)) == (pad_of_config != "<eos>")
+    assert model.config.pad_token_id == (own.pad_token_id if pad_of_config else None)
+
+
+@pytest.mark.parametrize("start, end", [("<bos>", ""), ("", "<eos>"), ("<bos>", "<eos>")])
+def test_special_tokens_of_a_tokenizer_are_not_doubled(start, end):
+    """In prompts that a script has rendered, which begin with BOS, and of tokenizers that add EOS themselves."""
+    own = tokenizer()
+    special = [(token, own.convert_tokens_to_ids(token)) for token in (start, end) if token]
+    frame = processors.TemplateProcessing(single=f"{start} $A {end}".strip(), special_tokens=special)
+    own._tokenizer.post_processor = frame
+    reward = ClassifierReward(llama(classifier=True), own)
+    bare = tokenizer()("w1 w2 <eos>")["input_ids"]
+    expected = [own.bos_token_id, *bare] if start else bare
+    assert reward.encode([f"{start} w1 ".lstrip()], ["w2"]) == [expected]
+    assert reward.encode(["w1 "], ["w2"]) == [expected]
+    assert reward.encode(["w1 "], ["w2 <eos>"])[0].count(own.eos_token_id) == 1
+
+
+def test_special_tokens_that_a_completion_spells_are_text():
+    built = byte_tokenizer()
+    reward = ClassifierReward(llama(vocab_size=259, classifier=True), built)
+    ids = reward.encode(["q<|im_start|>"], ["a<|im_end|>b"])[0]
+    assert [token for token in ids if token < 3] == [1, 2]  # the prompt's, and the EOS at the end
+    assert built.decode(ids) == "q<|im_start|>a<|im_end|>b<|im_end|>"
 
 
 def test_classifier_uses_its_own_tokenizer():
