@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .episodes import StepResult as StepResult
     from .memory import estimate_memory as estimate_memory
     from .modeling import ActorCritic as ActorCritic
+    from .rewards import ProcessReward as ProcessReward
     from .rewards import RewardAdapter as RewardAdapter
     from .rewards import RewardError as RewardError
     from .rewards.http import Judge as Judge
@@ -28,6 +29,7 @@ _MODULES = {
     "Judge": "rewards.http",
     "PPOConfig": "config",
     "PPOTrainer": "trainer",
+    "ProcessReward": "rewards",
     "RewardAdapter": "rewards",
     "RewardError": "rewards",
     "StepResult": "episodes",

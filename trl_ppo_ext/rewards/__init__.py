@@ -3,4 +3,5 @@
 # ruff: noqa: F401
 from .build import RewardFunc, build_rewards, check_reward_arguments, check_reward_columns, no_reward
 from .model import ClassifierReward, RewardAdapter, load_classifier
+from .process import ProcessReward
 from .scoring import FunctionReward, Reward, RewardError, Scored, ScoringBatch, monitor, read_scores, score_all

@@ -14,9 +14,10 @@ from ..data import REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
 from ..modeling.loading import load_config
 from .model import AdapterReward, ClassifierReward, RewardAdapter, checked_label, load_classifier
+from .process import ProcessReward, ProcessScorer, is_process_model
 from .scoring import FunctionReward, Reward, function_name
 
-RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | Reward | Callable[..., Any]
+RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | ProcessReward | Reward | Callable[..., Any]
 
 
 def check_signature(function: Callable, columns: Iterable[str], dataset: str = "the dataset") -> None:
@@ -42,7 +43,8 @@ def _is_reward(entry: Any) -> bool:
 
 
 def _is_function(entry: Any) -> bool:
-    return callable(entry) and not isinstance(entry, nn.Module | RewardAdapter) and not _is_reward(entry)
+    is_model = isinstance(entry, nn.Module | RewardAdapter | ProcessReward)
+    return callable(entry) and not is_model and not _is_reward(entry)
 
 
 def no_reward(completions: list, **kwargs: Any) -> list[float]:
@@ -57,21 +59,24 @@ def check_reward_arguments(
     if not (reward_funcs or of_environments or args.reference_prompt):
         raise ValueError("`reward_funcs` is empty; pass a reward, or an environment with `get_reward` or `step`.")
     rewards, label = [*reward_funcs, *monitor_funcs], args.reward_label
-    models = (str, RewardAdapter, PreTrainedModel, PeftModel)
+    models = (str, RewardAdapter, ProcessReward, PreTrainedModel, PeftModel)
     if label is not None and args.critic_init is None and not any(isinstance(reward, models) for reward in rewards):
         raise ValueError(f"`reward_label={label}` needs a reward model in `reward_funcs`; omit it.")
     for reward in rewards:
         if not (_is_function(reward) or isinstance(reward, models) or _is_reward(reward)):
             raise TypeError(
-                "A reward must be a function, a sequence classifier (id, path or model), a `RewardAdapter`, or an "
-                f"object with `name` and `score` such as `Judge`, got {reward!r}."
+                "A reward must be a function, a classifier (id, path or model), a `RewardAdapter`, a `ProcessReward`, "
+                f"or an object with `name` and `score` such as `Judge`, got {reward!r}."
             )
     for name, values in (("reward_processing_classes", processing_classes), ("reward_weights", args.reward_weights)):
         if values is not None and len(values) != len(reward_funcs):
             raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; they must match.")
-    for model_id in (reward for reward in rewards if isinstance(reward, str)):
-        config = load_config("reward_funcs", model_id, {"trust_remote_code": args.trust_remote_code})
-        checked_label(model_id, config.num_labels, label, config)
+    for reward in rewards:
+        if isinstance(reward, str | ProcessReward):
+            model_id = reward if isinstance(reward, str) else reward.model
+            config = load_config("reward_funcs", model_id, {"trust_remote_code": args.trust_remote_code})
+            if not (is_process_model(config) and config.num_labels == 2):  # which has a default
+                checked_label(model_id, config.num_labels, label, config)
 
 
 def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, others: Sequence[str] = ()) -> None:
@@ -95,13 +100,22 @@ def build_rewards(
 ) -> list[Reward]:
     """Turn the rewards that a user passed into [`Reward`]s, and load models and adapters."""
     batch_size, label, trusted = args.per_device_reward_batch_size, args.reward_label, args.trust_remote_code
+
+    def load(model_id: str, of_tokens: bool = False) -> PreTrainedModel:
+        quantize = args.reward_quantization
+        return load_classifier(model_id, actor_critic.dtype, quantize, args.device, trusted, of_tokens)
+
     rewards: list[Reward] = []
     for entry, own_tokenizer in zip(reward_funcs, processing_classes or [None] * len(reward_funcs)):
         if isinstance(entry, str):
-            entry = load_classifier(entry, actor_critic.dtype, args.reward_quantization, args.device, trusted)
+            config = load_config("reward_funcs", entry, {"trust_remote_code": trusted})
+            entry = ProcessReward(entry) if is_process_model(config) else load(entry)
         if isinstance(entry, PreTrainedModel | PeftModel):
             entry = entry if getattr(entry, "is_quantized", False) else entry.to(args.device)
             rewards.append(ClassifierReward(entry, own_tokenizer, batch_size, label, trusted))
+        elif isinstance(entry, ProcessReward):
+            model = load(entry.model, of_tokens=True)
+            rewards.append(ProcessScorer(entry, model, tokenizer, own_tokenizer, batch_size, label, trusted))
         elif isinstance(entry, RewardAdapter):
             rewards.append(AdapterReward(entry, actor_critic, tokenizer, batch_size, label))
         elif _is_reward(entry):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     PretrainedConfig,
@@ -47,15 +48,17 @@ def load_classifier(
     quantize: str | None = "nf4",
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
+    of_tokens: bool = False,
 ) -> PreTrainedModel:
-    """Load a reward model."""
+    """Load a reward model, which classifies sequences or tokens."""
     quantization = None
     if quantize == "int8":
         quantization = BitsAndBytesConfig(load_in_8bit=True)
     elif quantize in ("nf4", "fp4"):
         kind = {"bnb_4bit_quant_type": quantize, "bnb_4bit_use_double_quant": True}
         quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **kind)
-    model, report = AutoModelForSequenceClassification.from_pretrained(
+    classifiers: Any = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    model, report = classifiers.from_pretrained(
         model_id,
         dtype=dtype,
         quantization_config=quantization,
@@ -63,8 +66,30 @@ def load_classifier(
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
     )
-    check_loaded(model_id, report, "a sequence classifier, e.g. one trained with TRL's `RewardTrainer`")
+    needed = "a sequence classifier, e.g. one trained with TRL's `RewardTrainer`"
+    if of_tokens:
+        needed = "a token classifier, e.g. one trained with TRL's `PRMTrainer`"
+    check_loaded(model_id, report, needed)
     return model
+
+
+def frozen(model: PreTrainedModel | PeftModel) -> PreTrainedModel | PeftModel:
+    """Prepare a reward model for scoring only."""
+    model.requires_grad_(False).eval()
+    for module in model.modules():
+        # the 4-bit kernel of CPUs with AVX512-BF16 takes whole blocks of 32 rows and 64 columns
+        if hasattr(module, "support_avx512bf16_for_cpu") and (module.out_features % 32 or module.in_features % 64):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def load_tokenizer(name: str, model_id: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a reward model."""
+    if not model_id:
+        raise RewardError(
+            f"The reward model `{name}` has no id to load a tokenizer from; pass one in `reward_processing_classes`."
+        )
+    return AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
 
 
 def context_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -152,20 +177,12 @@ class ClassifierReward(SequenceScorer):
         model_id = model.config._name_or_path
         name = model_id.rstrip("/").split("/")[-1] or type(model).__name__
         self.label = checked_label(name, model.config.num_labels, label, model.config)
-        if tokenizer is None:
-            if not model_id:
-                cause = f"The reward model `{name}` has no id to load a tokenizer from"
-                raise RewardError(f"{cause}; pass one in `reward_processing_classes`.")
-            tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
+        tokenizer = tokenizer or load_tokenizer(name, model_id, trust_remote_code)
         super().__init__(name, tokenizer, batch_size, context_length(model.config, tokenizer))
-        self.model = model.requires_grad_(False).eval()
+        self.model = frozen(model)
         classifier = model.get_base_model() if isinstance(model, PeftModel) else model
         # decoders pool by their pad token, from the right; other models are padded as their tokenizer does
         self.is_decoder = isinstance(getattr(classifier, "score", None), nn.Module)
-        for module in model.modules():
-            # the 4-bit kernel of CPUs with AVX512-BF16 takes whole blocks of 32 rows and 64 columns
-            if hasattr(module, "support_avx512bf16_for_cpu") and (module.out_features % 32 or module.in_features % 64):
-                module.support_avx512bf16_for_cpu = False
 
     @torch.inference_mode()
     def _score(self, rows: list[list[int]]) -> Tensor:
