@@ -183,7 +183,15 @@ class TransformersGenerator(Generator):
         except ValueError as error:
             cause = f"`stop_strings` are not supported by this tokenizer ({error})"
             raise ValueError(f"{cause}; use `stop_token_ids`.") from error
-        self.reuses, self.batch_size = can_reuse(actor_critic, self.config), args.per_device_generation_batch_size
+        self.batch_size = args.per_device_generation_batch_size
+        self.cache_argument = cache_argument(actor_critic.trunk)
+        why_not = why_not_reused(actor_critic, self.config)
+        self.reuses = why_not is None
+        if why_not is not None and accelerator.is_main_process:
+            logger.warning_once(
+                f"Sampling is slower than it could be: rows that ended stay in the batch, and turns are read again, "
+                f"because {why_not}."
+            )
         self.leaving = LEAVING if self.reuses and not any(getattr(self.config, x) for x in RESTARTING) else 1
         # one forward of the policy per token; a static cache may be compiled, and guidance runs a second forward
         self.keeps_logprobs = self.config.get_generation_mode() == GenerationMode.SAMPLE
@@ -210,7 +218,8 @@ class TransformersGenerator(Generator):
         sampled_logprobs = _SampledLogprobs(self.temperature or 1.0)
         options["stopping_criteria"] = StoppingCriteriaList([ends, sampled_logprobs])
         if self.reuses:
-            options["past_key_values"] = cache = cache or self.new_cache()
+            cache = cache or self.new_cache()
+            options[str(self.cache_argument)] = cache
             for layer in cache.layers:
                 layer.length = width + longest
         config = copy(self.config)
@@ -337,16 +346,31 @@ class Conversation:
         return turns
 
 
-def can_reuse(actor_critic: ActorCritic, config: GenerationConfig) -> bool:
-    """Check if the cache of `generate` would hold only a key and a value per token, for the next turn."""
+def cache_argument(trunk: nn.Module) -> str | None:
+    """Name of the keys and values in a model's forward, which transformers 5.24 renamed; `None` if it takes none."""
+    names = inspect.signature(trunk.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in names), None)
+
+
+def why_not_reused(actor_critic: ActorCritic, config: GenerationConfig) -> str | None:
+    """Reason why the cache of `generate` would not hold only a key and a value per token, for the next turn."""
     base = actor_critic.policy.get_base_model()
-    # `generate` creates a cache that the user configured, some processors read the ids of earlier turns, which a cache
-    # does not have, and remote code may use one differently
+    if not config.use_cache:
+        return "`use_cache` is off"
+    # `generate` creates a cache that the user configured, and some processors read the ids of earlier turns, which a
+    # cache does not have
     unfit = "cache_implementation prefill_chunk_size no_repeat_ngram_size bad_words_ids sequence_bias".split()
     unfit += ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"]
-    if not config.use_cache or config.repetition_penalty not in (None, 1) or any(getattr(config, x) for x in unfit):
-        return False
-    if base.is_remote_code() or "past_key_values" not in inspect.signature(actor_critic.trunk.forward).parameters:
-        return False
-    # sliding windows, linear attention and the like keep another state
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers)
+    given = [name for name in unfit if getattr(config, name)]
+    if config.repetition_penalty not in (None, 1):
+        given.append("repetition_penalty")
+    if given:
+        return f"`{given[0]}` needs what a cache of earlier turns does not have"
+    if base.is_remote_code():
+        return "the model's code is its own, which may use a cache differently"
+    if cache_argument(actor_critic.trunk) is None:
+        return f"the forward of {type(actor_critic.trunk).__name__} takes neither `cache` nor `past_key_values`"
+    layers = DynamicCache(config=base.config).layers
+    if any(type(layer) is not DynamicLayer for layer in layers):  # e.g. sliding windows, linear attention
+        return f"the layers of {type(base).__name__} keep another state than keys and values of all tokens"
+    return None

@@ -1,5 +1,7 @@
 """Generators: completions of every cache, stop tokens and strings, bad settings."""
 
+import inspect
+
 import peft
 import pytest
 import torch
@@ -82,6 +84,36 @@ def test_batches_of_uneven_prompts_give_the_completions_of_each_prompt(build, ca
     assert generator.reuses == (case == "dynamic cache")  # in the turns of episodes
     expected = [greedily(trainer).generate([row])[0] for row in UNEVEN]  # one at a time
     assert generator.generate(UNEVEN) == expected
+
+
+def renamed(trunk, name):
+    """A model whose forward has another name for its cache."""
+
+    class Renamed(type(trunk)):
+        def forward(self, input_ids=None, attention_mask=None, **kwargs):
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+    parameters = [*inspect.signature(trunk.forward).parameters.values()]
+    known = ("cache", "past_key_values")
+    changed = [x.replace(name=name) if x.name in known else x for x in parameters]
+    Renamed.forward.__signature__ = inspect.Signature(
+        [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *changed]
+    )
+    return Renamed
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "renamed_again"])
+def test_rows_leave_under_either_name_of_the_cache_and_a_new_one_is_said(build, name, caplog, monkeypatch):
+    """Names of another package change: a faster way that is not taken says so."""
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    logging.get_logger("trl_ppo_ext.episodes.transformers").warning_once.__func__.cache_clear()
+    trainer = build(llama())
+    trunk = trainer.actor_critic.trunk
+    monkeypatch.setattr(trunk, "__class__", renamed(trunk, name))
+    generator = greedily(trainer)
+    assert generator.reuses == (name != "renamed_again")
+    said = "takes neither `cache` nor `past_key_values`" in caplog.text
+    assert said == (name == "renamed_again")
 
 
 @pytest.mark.parametrize("case", ["dynamic cache", "sliding window"])
