@@ -195,12 +195,15 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     reward_weights: list[float] | None = None
     """Weight of each reward. All are 1 by default."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """GRPO's baseline for several rewards: of their sum, or of each within its group, then of the sum (GDPO)."""
     reward_quantization: Literal["nf4", "fp4", "int8", "none"] | None = "nf4"
     """Quantization of reward models loaded by name: `"nf4"`, `"fp4"`, `"int8"` or `"none"`."""
     per_device_reward_batch_size: int = number(16, at_least=1)
     """Completions per forward of a reward model."""
-    reward_label: int | str | None = None
-    """Label that is the reward, for reward models with several: its name, or its number counted from 0."""
+    reward_label: int | str | list[int | str | None] | None = None
+    """Label that is the reward, for reward models with several: its name, or its number counted from 0. A list has one
+    for each reward, and then for each monitored one, with `None` for those without labels."""
     reward_on_error: Literal["raise", "skip"] = "raise"
     """When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion."""
     max_reward_failures: float = number(0.5, at_least=0, at_most=1)
@@ -447,13 +450,27 @@ class PPOConfig(TRLFields, TrainingArguments):
         if compares and self.num_generations < 2:
             needed = f"at least 2 for `advantage_estimator={estimator!r}`, which compares completions of a prompt"
             raise ValueError(f"`num_generations` must be {needed}, got {self.num_generations}; use e.g. 8.")
+        normalizes_each = self.multi_objective_aggregation == "normalize_then_sum"
         if self.drop_equal_groups:
             if not compares:
                 needed = "`critic='none'` and an `advantage_estimator` over groups, e.g. 'grpo'"
                 raise ValueError(f"`drop_equal_groups=True` needs {needed}, got {estimator!r}; others learn from all.")
-            if self.reward_kl or self.reference_prompt:
-                also = "a KL in the reward and `reference_prompt` add differences"
+            if self.reward_kl or self.reference_prompt or normalizes_each:
+                also = "a KL in the reward, `reference_prompt` and `multi_objective_aggregation` add differences"
                 raise ValueError(f"`drop_equal_groups=True` compares sums of scores, but {also}; remove one of them.")
+        if normalizes_each and self.critic != "none":
+            logger.warning(
+                "`multi_objective_aggregation='normalize_then_sum'` compares rewards within groups, which needs "
+                "`critic='none'`; with a critic they are summed as they are, by `reward_weights`."
+            )
+            return
+        shaped = self.reward_kl or self.normalize_rewards or self.missing_eos_penalty
+        if normalizes_each and (shaped or estimator != "grpo"):
+            raise ValueError(
+                f"`multi_objective_aggregation='normalize_then_sum'` needs `advantage_estimator='grpo'`, got "
+                f"{estimator!r}, and rewards as they are: omit `normalize_rewards`, `missing_eos_penalty` and a KL "
+                "except that of `kl_placement='loss'`."
+            )
 
     def check_values(self) -> None:
         """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""

@@ -55,7 +55,7 @@ from .ppo.metrics import Metrics
 from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
-from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, no_reward
+from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, no_reward, reward_labels
 from .rewards.model import SequenceScorer
 from .rewards.scoring import capture_random_state, fixed_seed, function_name, guarded
 from .tracking.completions import check_trackers, completions_table, log_completions, print_completions
@@ -181,11 +181,13 @@ class PPOTrainer(Trainer):
             without_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
             apply_liger_kernel(actor_critic.policy, (args.liger_kernel_config or {}) | without_loss)
         with distributed.loading_unsharded():
+            given_rewards = reward_list
             reward_list = reward_list or ([] if environments.give_rewards else [no_reward])
             reward_list += environments.rewards
             reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
-            rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args)
-            monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args)
+            of_rewards, of_monitors = reward_labels(args.reward_label, given_rewards, monitor_list)
+            rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args, of_rewards)
+            monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args, of_monitors)
         check_optimizers(*optimizers, actor_critic)
         if not args.uses_reference and any(isinstance(x, SequenceScorer) for x in rewards) and args.process_index == 0:
             logger.warning("`kl_coef` is 0, and a reward model can be hacked: 0.05 keeps the policy near its base.")

@@ -92,6 +92,8 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     name: (_TYPES[x["type"]], x.get("only", ANY), _SETTINGS.get(name) or x.get("sets") or x.get("why", NO_EFFECT))
     for name, x in TABLES["fields"].items()
 }
+# what happens instead of what a field means in TRL
+INSTEAD = {name: x["says"] for name, x in TABLES["fields"].items() if "says" in x}
 # keys of `generation_kwargs` that are fields
 _SAMPLING = {key: key for key in "temperature top_p top_k min_p repetition_penalty stop_strings".split()}
 _SAMPLING["max_new_tokens"] = "max_completion_length"
@@ -102,7 +104,9 @@ _ON = {"ds3_gather_for_generation", "log_multimodal", "use_bias_correction_kl"}
 def _field(name: str) -> tuple[str, Any, Any]:
     kind, accepted, effect = NAMES[name]
     help_text = "See docs/from_grpo.md and docs/from_trl_ppo.md."
-    if accepted is not ANY:
+    if name in INSTEAD:
+        help_text = f"No effect; {INSTEAD[name]}."
+    elif accepted is not ANY:
         help_text = f"{accepted} only: {effect}."
     elif isinstance(effect, str):
         help_text = effect if effect == NO_EFFECT else f"Sets `{effect}`."
@@ -148,7 +152,10 @@ def applied(config: Any) -> Iterator[None]:
         if accepted not in (ANY, value):
             needed = "omitted" if accepted is None else f"{accepted!r} or omitted"
             raise ValueError(f"`{name}` must be {needed}, got {shown(name, value)}: {effect}.")
-        if effect == NO_EFFECT:
+        if name in INSTEAD:
+            if value:
+                logger.warning("`%s=%s` has no effect; %s.", name, value, INSTEAD[name])
+        elif effect == NO_EFFECT:
             idle.append(name)
         elif not isinstance(effect, str):
             settings = effect(config, value)

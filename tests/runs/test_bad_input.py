@@ -51,10 +51,11 @@ def test_dropped_groups_need_groups(tmp_path, settings):
 @pytest.mark.parametrize(
     "settings",
     [
+        {"multi_objective_aggregation": "normalize_then_sum"},
         {"reference_prompt": "answer", "kl_coef": 1.0, "kl_placement": "loss", "kl_estimator": "k2"},
         {"kl_coef": 0.05},
     ],
-    ids=["no reward", "KL"],
+    ids=["each reward", "no reward", "KL"],
 )
 def test_dropped_groups_are_those_that_teach_nothing(tmp_path, settings):
     with pytest.raises(ValueError, match=r"but .* add differences; remove one of them"):

@@ -312,6 +312,23 @@ def test_group_baselines_compare_whole_episodes(tmp_path, estimator):
     torch.testing.assert_close(rollout.advantages, expected[:, None] * rollout.response_mask)
 
 
+def test_rewards_of_a_run_are_normalized_apart(tmp_path):
+    def first(completion_ids, **kwargs):
+        return [float(ids[0]) for ids in completion_ids]
+
+    def last(completion_ids, **kwargs):
+        return [float(ids[-1]) if ids[0] % 3 else None for ids in completion_ids]
+
+    settings = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.2], "kl_coef": 0.0}
+    run = trainer(tmp_path, None, [first, last], critic="none", num_generations=4, **settings)
+    rollout, samples = first_rollout(run)
+    each = [OVER_GROUPS["grpo"](x, ~x.isnan(), 4) for x in samples.scored.rewards.T]
+    assert samples.scored.rewards.isnan().any() and min(x.std() for x in each) > 0.1
+    total = each[0] + 0.2 * each[1]
+    expected = (total - total.mean()) / (total.std() + 1e-4)
+    torch.testing.assert_close(rollout.advantages, expected[:, None] * rollout.response_mask)
+
+
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_critic_is_pretrained_and_measured_on_episodes(tmp_path, monkeypatch, level):
     monkeypatch.setattr(recipe, "HELD_OUT", 64)

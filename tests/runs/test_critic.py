@@ -17,6 +17,7 @@ from transformers import (
     LlamaForSequenceClassification,
     TrainerCallback,
 )
+from transformers.utils import logging
 
 from trl_ppo_ext.checkpoints.files import CheckpointError, load_actor_critic_weights, save_actor_critic
 from trl_ppo_ext.modeling.adapters import read_adapter
@@ -541,7 +542,13 @@ NEED_A_CRITIC = {
     "critic_learning_rate": 1e-3,
     "critic_init": "somewhere",
 }
+GDPO = NONE | {"multi_objective_aggregation": "normalize_then_sum", "num_generations": 2, "kl_coef": 0.0}
 REFUSED = [
+    (GDPO | {"advantage_estimator": "rloo"}, "_sum'` needs `advantage_estimator='grpo'`, got 'rloo'"),
+    *(
+        (GDPO | shaping, "_sum'` needs .* rewards as they are: .*`kl_placement='loss'`")
+        for shaping in ({"kl_coef": 0.1}, {"normalize_rewards": True}, {"missing_eos_penalty": 1.0})
+    ),
     ({"critic": "both"}, "`critic` must be one of .*'both'"),
     (NONE | {"advantage_estimator": "gae"}, "`critic='none'`; use .*'grpo'"),
     (HEAD | {"advantage_estimator": "grpo", "num_generations": 2}, "`critic='head'`; use 'gae'"),
@@ -568,6 +575,17 @@ REFUSED = [
     ({"critic_kwargs": {"warmup_steps": 1.5}}, r"`critic_kwargs\['warmup_steps'\]`.*1.5"),
     ({"critic_kwargs": {"warm_up": 1}}, "`critic_kwargs`.*'warm_up'.*backprop"),
 ]
+
+
+def test_critic_beside_rewards_normalized_apart_says_that_they_are_summed(tmp_path, caplog, monkeypatch):
+    """A script of `GRPOTrainer` runs with its settings."""
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    config(tmp_path, multi_objective_aggregation="normalize_then_sum", num_generations=2)
+    assert "with a critic they are summed as they are, by `reward_weights`" in caplog.text
+
+
+def test_kl_in_the_loss_goes_with_rewards_normalized_apart(tmp_path):
+    assert config(tmp_path, **GDPO | {"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k3"}).uses_reference
 
 
 @pytest.mark.parametrize("settings, message", REFUSED)

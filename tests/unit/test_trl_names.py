@@ -107,7 +107,6 @@ def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
             {"use_vllm": True, "top_p": 0.9, "vllm_importance_sampling_correction": True},
             r"`top_p=0.9` changes the distribution that vLLM samples from",
         ),
-        ({"use_adaptive_entropy": True}, r"set `entropy_coef`"),
         ({"off_policy_mask_threshold": 0.5}, r"must be omitted, got 0.5 .*set `dual_clip`"),
         ({"ds3_gather_for_generation": False}, r"must be True or omitted, got False .* DDP with a 4-bit base"),
     ],
@@ -116,6 +115,22 @@ def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
 def test_conflicts_and_other_values_raise_with_the_reason(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         made(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    "name, instead",
+    [
+        ("use_adaptive_entropy", "the entropy bonus is constant: set `entropy_coef`"),
+        ("use_transformers_continuous_batching", "drops rows that ended from the batch"),
+        ("use_transformers_paged", "drops rows that ended from the batch"),
+    ],
+)
+def test_field_that_scripts_set_is_accepted_with_what_happens_instead(tmp_path, caplog, name, instead):
+    made(tmp_path, **{name: True})
+    assert f"`{name}=True` has no effect; " in caplog.text and instead in caplog.text
+    caplog.clear()
+    made(tmp_path, **{name: False})
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("scale, wanted", [(True, "critic='none'"), (False, "normalize_values=False")])

@@ -20,6 +20,7 @@ from accelerate import PartialState
 from datasets import IterableDataset
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
+from transformers.utils import logging
 
 from ..config import PPOConfig, check_types
 from ..data import get_split, load_splits, spread_indices
@@ -27,7 +28,9 @@ from ..modeling.loading import hub_kwargs, load_config
 from ..redaction import shortened, shown
 from ..rewards import RewardAdapter, RewardFunc
 from ..trainer import PPOTrainer
-from ..trl_names import NAMES
+from ..trl_names import NAMES, TABLES
+
+logger = logging.get_logger(__name__)
 
 ADAPTER = "adapter:"
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
@@ -122,6 +125,7 @@ def parse(
 ) -> tuple[PPOScriptArguments, PPOConfig, PPOModelConfig]:
     """Read arguments from the command line, and from a YAML file: the first argument, or that of `--config`."""
     types = (PPOModelConfig, script_class, config_class)
+    argv = _renamed_options(argv)
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     files.add_argument("--config", nargs="?", const="")
     chosen, argv = files.parse_known_args(["--config", *argv] if argv and argv[0][:1] != "-" else argv)
@@ -142,9 +146,7 @@ def parse(
         problems = []
         for place, unknown in (("in the config file", in_file[::2]), ("on the command line", names)):
             for name in (text.partition("=")[0].lstrip("-").replace("-", "_") for text in unknown):
-                matches = get_close_matches(name, [entry.name for type_ in types for entry in fields(type_)], n=1)
-                remedy = f"did you mean `{matches[0]}`?" if matches else "--help lists the arguments."
-                problems.append(f"Unknown argument `{name}` {place}; {remedy}")
+                problems.append(f"Unknown argument `{name}` {place}; {_remedy(name, types)}")
         if problems:
             raise ValueError("\n- ".join(problems))
         model, script, args = cast(tuple, parser.parse_dict(vars(namespace), allow_extra_keys=True))
@@ -152,6 +154,35 @@ def parse(
         raise ValueError(f"The arguments cannot be read: {shortened(error)}") from error
     script.directory = chosen.config and os.path.dirname(os.path.abspath(chosen.config))
     return script, args, model
+
+
+def _remedy(name: str, types: Sequence[type]) -> str:
+    """What to do with an unknown argument."""
+    if name in TABLES["hints"]:
+        return f"{TABLES['hints'][name]}."
+    matches = get_close_matches(name, [entry.name for type_ in types for entry in fields(type_)], n=1)
+    return f"did you mean `{matches[0]}`?" if matches else "--help lists the arguments."
+
+
+def _renamed_options(argv: Sequence[str]) -> list[str]:
+    """Arguments of the command line under today's names."""
+    renamed = []
+    for text in argv:
+        name, equals, value = text.partition("=")
+        new = TABLES["scripts"].get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
+        renamed.append(f"--{new}{equals}{value}" if new else text)
+    return renamed
+
+
+def _renamed_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Keys of a config file under today's names."""
+    for old, new in TABLES["scripts"].items():
+        if old in config and new in config:
+            raise ValueError(f"`{old}` in the config file is `{new}` today, which it has too; remove one of the two.")
+        if old in config:
+            logger.warning("`%s` in the config file is `%s` today, and sets it.", old, new)
+            config[new] = config.pop(old)
+    return config
 
 
 def _read_config(path: str) -> dict[str, Any]:
@@ -177,7 +208,7 @@ def _read_config(path: str) -> dict[str, Any]:
         listed = shortened(", ".join(map(str, variables)))
         print(f"The config file sets these environment variables: {listed}", file=sys.stderr)
     os.environ.update({str(name): str(value) for name, value in variables.items()})
-    return config
+    return _renamed_keys(config)
 
 
 def find_reward(

@@ -168,7 +168,7 @@ def kind_of_critic(head: dict[str, Tensor], has_adapter: bool) -> str:
 
 
 def read_critic(
-    path: str, critic: str, base: str, label: int | str | None = None
+    path: str, critic: str, base: str, label: int | str | list | None = None
 ) -> tuple[dict[str, Tensor], AdapterFiles | None]:
     """Read the value head that `critic_init` names, and the critic's adapter if it has one."""
     head_file = find_file(path, VALUE_HEAD)
@@ -197,6 +197,8 @@ def read_critic(
     if critic != "adapter":
         raise ValueError(f"`critic_init={path!r}` is a reward adapter, which needs `critic='adapter'`.")
     check_same_base(path, reward.config.base_model_name_or_path, base, _OTHER_BASE)
+    if isinstance(label, list):  # those of the rewards
+        label = None
     rows, row = len(reward.head["weight"]), cast(int, label or 0)
     if (rows > 1 and label is None) or row not in range(rows):
         given = f"has {rows} labels, and `reward_label` is {label}"

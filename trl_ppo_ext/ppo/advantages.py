@@ -1,5 +1,6 @@
 """Advantages for the policy and targets for the critic, from rewards per token."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -168,6 +169,24 @@ def of_groups(
     scores = rewards.sum(1)
     advantages = OVER_GROUPS[name](gather(scores), gather(usable), group_size)
     return Advantages(advantages[rank * len(scores) : (rank + 1) * len(scores), None])
+
+
+def of_objectives(
+    rewards: Tensor, weights: Sequence[float] | None, usable: Tensor, groups: Groups = Groups()
+) -> Advantages:
+    """GDPO: each of `[batch, rewards]` (NaN is skipped) within its group, then their weighted sum over the batch.
+
+    Source: https://huggingface.co/papers/2601.05242
+    """
+    all_rewards = groups.gather(rewards)
+    counts = groups.gather(usable)
+    total = torch.zeros_like(all_rewards[:, 0])
+    for column, weight in enumerate(weights or [1.0] * all_rewards.shape[1]):
+        scores = all_rewards[:, column]
+        applies = counts & ~scores.isnan()
+        total = total + weight * ppo_math.grpo_advantages(scores, applies, groups.size)
+    advantages = ppo_math.grpo_advantages(total, counts, len(counts))
+    return Advantages(groups.own(advantages, rewards)[:, None])
 
 
 def to_go(rewards: Tensor, steps: Tensor, gamma: float) -> Advantages:

@@ -23,7 +23,7 @@ from ..modeling.critics import SideCritic, Units, rewards_so_far
 from ..rewards.scoring import Reward, Scored, ScoringBatch, guarded, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
-from .advantages import Cuts, Discounts, in_groups_that_differ, in_units, of_critic, of_groups, to_go
+from .advantages import Cuts, Discounts, in_groups_that_differ, in_units, of_critic, of_groups, of_objectives, to_go
 from .baseline import MEMORY, Groups
 from .guards import SamplerComparison, log_differences, report_nonfinite, rounding, stand_ins, warn_of_differences
 from .math import Moments, Reduction
@@ -296,6 +296,8 @@ def collect(
         log_critic(metrics, result, places, is_new=new_critic is not None, all_sum=all_sum)
     elif args.advantage_estimator == "rebn":
         result = to_go(rewards, steps, args.gamma)
+    elif args.multi_objective_aggregation == "normalize_then_sum":
+        result = of_objectives(scored.rewards, roles.reward_weights, usable, groups)
     else:
         estimator = cast(str, args.advantage_estimator)
         result = of_groups(estimator, rewards, usable, groups.size, groups.gather, rank)

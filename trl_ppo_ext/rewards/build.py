@@ -23,7 +23,8 @@ RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | ProcessReward | 
 def check_signature(function: Callable, columns: Iterable[str], dataset: str = "the dataset") -> None:
     """Check that a function can be called with these columns."""
     try:
-        signature = inspect.signature(function)
+        # a wrapper may pass what the function that it wraps needs
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some callables written in C have none
         return
     try:
@@ -59,6 +60,7 @@ def check_reward_arguments(
     if not (reward_funcs or of_environments or args.reference_prompt):
         raise ValueError("`reward_funcs` is empty; pass a reward, or an environment with `get_reward` or `step`.")
     rewards, label = [*reward_funcs, *monitor_funcs], args.reward_label
+    labels = reward_labels(label, reward_funcs, monitor_funcs)
     models = (str, RewardAdapter, ProcessReward, PreTrainedModel, PeftModel)
     if label is not None and args.critic_init is None and not any(isinstance(reward, models) for reward in rewards):
         raise ValueError(f"`reward_label={label}` needs a reward model in `reward_funcs`; omit it.")
@@ -71,12 +73,27 @@ def check_reward_arguments(
     for name, values in (("reward_processing_classes", processing_classes), ("reward_weights", args.reward_weights)):
         if values is not None and len(values) != len(reward_funcs):
             raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; they must match.")
-    for reward in rewards:
+    for reward, label in zip(rewards, [*labels[0], *labels[1]]):
         if isinstance(reward, str | ProcessReward):
             model_id = reward if isinstance(reward, str) else reward.model
             config = load_config("reward_funcs", model_id, {"trust_remote_code": args.trust_remote_code})
             if not (is_process_model(config) and config.num_labels == 2):  # which has a default
                 checked_label(model_id, config.num_labels, label, config)
+
+
+def reward_labels(label: Any, reward_funcs: Sequence[Any], monitor_funcs: Sequence[Any]) -> tuple[list, list]:
+    """Labels of the rewards, and of the monitored ones, from a list, or from one for all models with several."""
+    count = len(reward_funcs)
+    total = count + len(monitor_funcs)
+    if not isinstance(label, list):
+        return [label] * count, [label] * len(monitor_funcs)
+    if len(label) not in (count, total):
+        raise ValueError(
+            f"`reward_label` has {len(label)} entries for {count} rewards and {total - count} monitored ones; give "
+            "one for each, and None for those without labels."
+        )
+    labels = [*label, *[None] * (total - len(label))]
+    return labels[:count], labels[count:]
 
 
 def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, others: Sequence[str] = ()) -> None:
@@ -97,16 +114,21 @@ def build_rewards(
     actor_critic: ActorCritic,
     tokenizer: PreTrainedTokenizerBase,
     args: PPOConfig,
+    labels: Sequence[int | str | None] | None = None,
 ) -> list[Reward]:
     """Turn the rewards that a user passed into [`Reward`]s, and load models and adapters."""
-    batch_size, label, trusted = args.per_device_reward_batch_size, args.reward_label, args.trust_remote_code
+    batch_size, trusted = args.per_device_reward_batch_size, args.trust_remote_code
 
     def load(model_id: str, of_tokens: bool = False) -> PreTrainedModel:
         quantize = args.reward_quantization
         return load_classifier(model_id, actor_critic.dtype, quantize, args.device, trusted, of_tokens)
 
     rewards: list[Reward] = []
-    for entry, own_tokenizer in zip(reward_funcs, processing_classes or [None] * len(reward_funcs)):
+    without = [None] * len(reward_funcs)
+    if labels is None:
+        labels = reward_labels(args.reward_label, reward_funcs, [])[0]
+    # rewards of environments, which come last, have no label
+    for entry, own_tokenizer, label in zip(reward_funcs, processing_classes or without, [*labels, *without]):
         if isinstance(entry, str):
             config = load_config("reward_funcs", entry, {"trust_remote_code": trusted})
             entry = ProcessReward(entry) if is_process_model(config) else load(entry)

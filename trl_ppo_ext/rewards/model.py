@@ -33,13 +33,15 @@ _ROBERTA = re.compile("roberta|camembert|data2vec-text|ibert|longformer|luke|mpn
 def checked_label(name: str, num_labels: int, label: int | str | None, config: Any = None) -> int:
     """Return the index of the classifier's output that is the reward, which its config may name."""
     numbers = getattr(config, "label2id", None) or {}
-    number = numbers.get(label, label)
-    if (number is None and num_labels > 1) or (number or 0) not in range(num_labels):
+    number = 0 if num_labels == 1 else numbers.get(label, label)
+    if number is None or number not in range(num_labels):
+        names = ", ".join(map(repr, sorted(numbers, key=numbers.__getitem__))) or "a name"
         raise RewardError(
             f"The reward model `{name}` has {num_labels} labels, but a reward is one number; set `reward_label` to "
-            f"a name, or 0 to {num_labels - 1}, got {label}, use a model with one label, or a function of its labels."
+            f"one of {names}, or 0 to {num_labels - 1}, got {label}. With several reward models, give a list with a "
+            "label for each reward, and None for those without labels."
         )
-    return number or 0
+    return number
 
 
 def load_classifier(

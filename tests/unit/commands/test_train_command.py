@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from trl_ppo_ext import PPOConfig, data
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import train
-from trl_ppo_ext.commands.launch import PPOScriptArguments, load_datasets
+from trl_ppo_ext.commands.launch import PPOScriptArguments, load_datasets, parse
 
 RUN = {
     "model_name_or_path": "policy",
@@ -391,6 +391,26 @@ def test_modules_beside_a_config_stand_for_no_missing_package(there):
     assert run("--dry_run", reward_funcs="mine.four") == 0
     assert importlib.util.find_spec("no_such_library") is None
     assert sys.modules["mine"].four([]) == [4]
+
+
+def test_keys_of_other_scripts_are_reported_with_what_replaces_them(there, capsys):
+    assert run("--dry_run", dataset_prompt_column="q", nonsense=1, system_prompt="Be good.", vllm_device="auto") == 2
+    errors = capsys.readouterr().err.rstrip().split("\n- ")
+    hints = ("`map_function`", "--help", "put it into the messages", "set `vllm_mode`")
+    for error, hint in zip(errors, hints, strict=True):
+        assert hint in error, error
+
+
+@pytest.mark.parametrize("place", ["file", "line"])
+def test_torch_dtype_sets_dtype(there, capsys, place):
+    """Its name before transformers 5, which public config files still have."""
+    in_file, in_line = ({"torch_dtype": "float32"}, []) if place == "file" else ({}, ["--torch_dtype=float32"])
+    Path("configs/run.yaml").write_text(yaml.safe_dump(RUN | in_file))
+    argv = ["--config", "configs/run.yaml", *in_line]
+    _, _, model = parse("trl-ppo train", argv, "", script_class=train.TrainScriptArguments)
+    assert model.dtype == "float32"
+    assert run("--dry_run", torch_dtype="float32", dtype="float32") == 2
+    assert "`torch_dtype` in the config file is `dtype` today, which it has too" in capsys.readouterr().err
 
 
 def test_unknown_arguments_are_reported_together(there, capsys):

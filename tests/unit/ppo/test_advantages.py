@@ -1,12 +1,13 @@
 """Estimators as functions over values: where the units of a critic are applied, and what they never change."""
 
+import numpy as np
 import pytest
 import torch
 
 from trl_ppo_ext import ppo_math
 from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.modeling.critics import Units
-from trl_ppo_ext.ppo.advantages import Cuts, Discounts, in_units, of_critic, of_groups, to_go
+from trl_ppo_ext.ppo.advantages import Cuts, Discounts, in_units, of_critic, of_groups, of_objectives, to_go
 from trl_ppo_ext.ppo.baseline import MEMORY, Groups
 from trl_ppo_ext.ppo.math import Moments
 
@@ -280,6 +281,43 @@ def test_groups_that_span_ranks_equal_groups_of_one_process(name):
     parts = [of_groups(name, rewards[i : i + 2], usable[i : i + 2], 4, gather, i // 2).advantages for i in (0, 2)]
     close(torch.cat(parts), whole)
     assert whole.shape == (4, 1) and whole[3] == 0
+
+
+SCORES = 3 * torch.randn(8, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+SCORES[[1, 3, 6, 6], [0, 1, 0, 1]] = torch.nan  # row 6 has no score
+SCORED = ~SCORES.isnan().all(1)
+
+
+def test_objectives_are_normalized_apart_as_in_trl():
+    weights, rewards = [1.0, 0.25], SCORES.numpy()
+    grouped = rewards.reshape(2, 4, 2)
+    deviation = np.nanstd(grouped, axis=1, ddof=1, keepdims=True)
+    each = (grouped - np.nanmean(grouped, axis=1, keepdims=True)) / (deviation + 1e-4)
+    totals = np.nansum(each.reshape(8, 2) * weights, axis=1)
+    totals[np.isnan(rewards).all(1)] = np.nan
+    expected = np.nan_to_num((totals - np.nanmean(totals)) / (np.nanstd(totals, ddof=1) + 1e-4))
+    result = of_objectives(SCORES, weights, SCORED, Groups(4)).advantages
+    close(result, torch.as_tensor(expected)[:, None])
+    assert not torch.allclose(result, of_objectives(SCORES, None, SCORED, Groups(4)).advantages, atol=0.1)
+    # two rows per rank: groups span ranks
+    gather = {2: SCORES, 1: SCORED}
+    parts = [
+        of_objectives(
+            SCORES[i : i + 2], weights, SCORED[i : i + 2], Groups(4, lambda x: gather[x.dim()], i // 2)
+        ).advantages
+        for i in range(0, 8, 2)
+    ]
+    close(torch.cat(parts), result)
+
+
+def test_one_objective_is_grpo_whitened_over_the_batch():
+    usable = SCORED & torch.tensor([1, 1, 1, 0, 1, 1, 1, 1]).bool()  # row 3 is excluded though it has a score
+    usable[1] = False
+    result = of_objectives(SCORES[:, :1], None, usable, Groups(4)).advantages
+    of_sum = of_groups("grpo", SCORES[:, :1].nan_to_num(), usable, 4).advantages[:, 0]
+    close(result[:, 0], ppo_math.grpo_advantages(of_sum, usable, 8))
+    assert result[~usable].abs().max() == 0 and of_sum.std() > 0.5
+    close(result[:, 0] * of_sum[usable].std(), of_sum, rtol=1e-3, atol=1e-6)
 
 
 def test_reinforce_has_no_baseline():

@@ -21,8 +21,10 @@ from trl_ppo_ext.rewards import (
     RewardError,
     ScoringBatch,
     build_rewards,
+    check_reward_arguments,
     load_classifier,
     read_scores,
+    reward_labels,
     score_all,
 )
 from trl_ppo_ext.rewards.build import check_signature
@@ -449,3 +451,109 @@ def test_classifier_without_its_head_raises(tmp_path, quantize):
     llama().save_pretrained(tmp_path)  # a causal language model
     with pytest.raises(ValueError, match=r"must be a sequence classifier, .*lack 1 weights, .*random: score.weight"):
         load_classifier(str(tmp_path), torch.float32, quantize)
+
+
+# ---- habits ----
+
+
+def scaled(weight):
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return [weight * x for x in function(*args, scale=weight, **kwargs)]
+
+        return wrapper
+
+    return decorate
+
+
+@scaled(2.0)
+def scored(completions, *, scale, **kwargs):
+    return [scale * len(completion) for completion in completions]
+
+
+class Scorer:
+    @scaled(2.0)
+    def method(self, completions, *, scale, **kwargs):
+        return [scale * len(completion) for completion in completions]
+
+    def __call__(self, completions, **kwargs):
+        return [4.0 * len(completion) for completion in completions]
+
+
+WRAPPED = {
+    "function": scored,
+    "method": Scorer().method,
+    "partial": functools.partial(scored, other=1),
+    "updated partial": functools.update_wrapper(functools.partial(scored, other=1), scored),
+    "callable": functools.update_wrapper(Scorer(), scored),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_wrapper_may_pass_what_its_function_needs(kind):
+    """As with `GRPOTrainer`: the wrapper is called, not what it wraps."""
+    function = WRAPPED[kind]
+    check_signature(function, ["target"])
+    assert FunctionReward(function).score(batch(("p", "abc"), columns={"target": [1]})) == [12.0]
+
+
+def test_function_that_lacks_a_parameter_is_still_refused():
+    with pytest.raises(ValueError, match="missing a required argument: `scale`"):
+        check_signature(scored.__wrapped__, ["target"])
+
+
+LABELS = {"one": {}, "mood": {0: "NEGATIVE", 1: "POSITIVE"}, "hate": {0: "nothate", 1: "hate"}}
+
+
+@pytest.fixture(scope="module")
+def labeled(tmp_path_factory):
+    """Paths of classifiers with one output and with two that have names, and their models."""
+    paths = {}
+    for seed, (name, labels) in enumerate(LABELS.items()):
+        path = tmp_path_factory.mktemp("labels") / name
+        model = llama(classifier=True, seed=seed, num_labels=max(len(labels), 1))
+        if labels:
+            model.config.id2label = labels
+            model.config.label2id = {text: number for number, text in labels.items()}
+        model.save_pretrained(path)
+        tokenizer().save_pretrained(path)
+        paths[name] = str(path)
+    return paths
+
+
+@pytest.mark.parametrize(
+    "names, label, expected",
+    [
+        (["one", "mood"], "POSITIVE", [0, 1]),
+        (["one", "mood"], 1, [0, 1]),
+        (["mood", "hate"], ["POSITIVE", "nothate"], [1, 0]),
+        (["one", "mood", "hate"], [None, 0, "hate"], [0, 0, 1]),
+    ],
+)
+def test_each_reward_model_has_its_own_label(labeled, names, label, expected):
+    args = settings(reward_label=label, reward_quantization="none")
+    paths = [labeled[name] for name in names]
+    check_reward_arguments(paths, [], None, args)
+    rewards = build_rewards(paths, None, SimpleNamespace(dtype=torch.float32), tokenizer(), args)
+    assert [reward.label for reward in rewards] == expected
+
+
+def test_label_of_a_monitored_reward_follows_those_of_rewards(labeled):
+    args = settings(reward_label=[None, "POSITIVE"])
+    check_reward_arguments([labeled["one"]], [labeled["mood"]], None, args)
+    assert reward_labels(args.reward_label, ["a"], ["b"]) == ([None], ["POSITIVE"])
+    assert reward_labels("POSITIVE", ["a"], ["b"]) == (["POSITIVE"], ["POSITIVE"])
+
+
+@pytest.mark.parametrize(
+    "names, label, message",
+    [
+        (["mood", "hate"], "POSITIVE", "hate` has 2 labels.* one of 'nothate', 'hate', .* give a list"),
+        (["mood"], None, "mood` has 2 labels.* one of 'NEGATIVE', 'POSITIVE'"),
+        (["one", "mood", "hate"], [None, 0], "`reward_label` has 2 entries for 3 rewards and 0 monitored ones"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused_with_what_fits(labeled, names, label, message):
+    with pytest.raises(ValueError, match=message):
+        check_reward_arguments([labeled[name] for name in names], [], None, settings(reward_label=label))
