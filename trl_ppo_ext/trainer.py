@@ -55,6 +55,7 @@ from .ppo.metrics import Metrics
 from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
+from .private_names import warn_of_missing_names
 from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, no_reward, reward_labels
 from .rewards.model import SequenceScorer
 from .rewards.scoring import capture_random_state, fixed_seed, function_name, guarded
@@ -162,6 +163,8 @@ class PPOTrainer(Trainer):
         if not (reward_list or environments.give_rewards):
             args = args.without_rewards()
         check_trackers(args.report_to)
+        if args.process_index == 0:
+            warn_of_missing_names()
         files.check_target(args.output_dir, model_id)
         if args.push_to_hub:
             is_main = args.process_index == 0
