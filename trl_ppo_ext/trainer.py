@@ -239,6 +239,7 @@ class PPOTrainer(Trainer):
         self.signals, self.preempted = resume.StopSignals(), False
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
         self._resumed: tuple[str, dict[str, Tensor]] | None = None  # checkpoint to resume from, and its run state
+        self._drops_rollout = False  # of the checkpoint, because it is of other settings
         self._return_to_step: Callable[[], None] | None = None  # undoes an unfinished step; None if that is impossible
         self._process_state = {kind: dict(kind._shared_state) for kind in (PartialState, AcceleratorState)}
 

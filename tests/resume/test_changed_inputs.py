@@ -140,3 +140,35 @@ def test_changed_quantization_is_refused_by_name(run, tmp_path):
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     with pytest.raises(CheckpointError, match=r"quantization_config \(was None, is .*nf4"):
         trainer(run, model=str(tmp_path), quantization_config=nf4).train(resume_from_checkpoint=True)
+
+
+WITHIN = {"max_steps": 8, "save_steps": 2, "save_strategy": "steps", "learning_rate": 0.0, "num_ppo_epochs": 2}
+
+
+@pytest.mark.parametrize(
+    "changes, drops",
+    [
+        ({"temperature": 0.25}, True),
+        ({"gamma": 0.9}, True),
+        ({"max_completion_length": 6}, True),
+        ({"cast_lm_head_to_fp32": True}, True),
+        ({"max_steps": 12}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_unfinished_rollout_of_other_settings_is_dropped(tmp_path, changes, drops, caplog, monkeypatch):
+    """Its log-probs are those of the earlier settings: at a rate of 0, later ratios would not be 1."""
+    monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    first = trainer(tmp_path, **WITHIN | {"logging_steps": 1})
+    first.train()
+    settings = WITHIN | {"logging_steps": 1, "resume_with_changed_settings": True} | changes
+    again = trainer(shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-again"), **settings)
+    collected = []
+    collect = again._collect
+    monkeypatch.setattr(again, "_collect", lambda rows: (collected.append(again.state.global_step), collect(rows)))
+    again.train(resume_from_checkpoint=str(tmp_path.parent / f"{tmp_path.name}-again" / "checkpoint-2"))
+    assert collected[0] == (2 if drops else 4) and 4 in collected  # rollouts stay where they were
+    assert ("unfinished rollout is of the earlier settings" in caplog.text) == drops
+    ratios = [row["ratio/max"] for row in again.state.log_history if "ratio/max" in row and row["step"] > 2]
+    assert ratios and max(ratios) == pytest.approx(1, abs=1e-4)

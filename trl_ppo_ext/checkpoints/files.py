@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import IterableDataset
 from safetensors.torch import load_file
@@ -150,16 +150,29 @@ def run_settings(args: PPOConfig) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))
 
 
+class SettingsChange(NamedTuple):
+    """Settings of a checkpoint that differ from those of the run that resumes it."""
+
+    listed: dict[str, str]  # by name, with the values
+    refused: set[str]  # names of those with which it is another run
+
+    @classmethod
+    def between(cls, saved: dict[str, Any], current: dict[str, Any]) -> "SettingsChange":
+        """Compare settings."""
+        saved = {name: getattr(PPOConfig, name, None) for name in current} | saved  # fields of a later version
+        differing = [name for name in sorted(saved) if saved[name] != current.get(name)]
+        listed = {name: f"{name} (was {saved[name]!r}, is {current.get(name)!r})" for name in differing}
+        minibatch, before = (math.prod(settings[name] for name in CUT) for settings in (current, saved))
+        tunable = TUNABLE | CUT if minibatch == before else TUNABLE
+        if current["zero_stage"] is not None:  # DeepSpeed loads rates and schedule with its state
+            tunable = set()
+        return cls(listed, {*listed} - tunable)
+
+
 def check_settings(directory: str, saved: dict[str, Any], current: dict[str, Any], may_change: bool) -> str:
     """List changed settings; raise [`CheckpointError`] if the resumed run would not be the interrupted one."""
-    saved = {name: getattr(PPOConfig, name, None) for name in current} | saved  # fields of a later version
-    differing = [name for name in sorted(saved) if saved[name] != current.get(name)]
-    changed = {name: f"{name} (was {saved[name]!r}, is {current.get(name)!r})" for name in differing}
-    minibatch, before = (math.prod(settings[name] for name in CUT) for settings in (current, saved))
-    tunable = TUNABLE | CUT if minibatch == before else TUNABLE
-    if current["zero_stage"] is not None:  # DeepSpeed loads rates and schedule with its state
-        tunable = set()
-    impossible, refused = changed.keys() & NEVER_CHANGED, changed.keys() - tunable
+    changed, refused = SettingsChange.between(saved, current)
+    impossible = changed.keys() & NEVER_CHANGED
     if impossible or (refused and not may_change):
         listed = ", ".join(changed[name] for name in sorted(impossible or refused))
         remedy = "Restore them" if impossible else "Restore them, or set `resume_with_changed_settings=True`"

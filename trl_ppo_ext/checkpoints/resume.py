@@ -23,7 +23,7 @@ from ..config import LOCK
 from ..distributed import on_every_rank
 from ..episodes.engine import Ahead
 from .atomic import MANIFEST, checkpoints, latest_valid_checkpoint, restore_replaced, verify
-from .files import CheckpointError, check_settings, load_state, run_settings
+from .files import CheckpointError, SettingsChange, check_settings, load_state, run_settings
 
 logger = logging.get_logger(__name__)
 
@@ -148,6 +148,8 @@ def find_checkpoint(
     def read() -> dict[str, Tensor]:
         saved, current = load_state(directory)["settings"], run_settings(trainer.args) | trainer._inputs
         trainer._retuned = check_settings(directory, saved, current, trainer.args.resume_with_changed_settings)
+        # log-probs, values and rewards of an unfinished rollout are those of the earlier settings
+        trainer._drops_rollout = bool(SettingsChange.between(saved, current).refused)
         if trainer._retuned and is_writer:
             logger.warning("The run resumes under other settings: %s.", trainer._retuned)
         return load_file(os.path.join(directory, RUN_STATE.format(rank=trainer.accelerator.process_index)))
@@ -190,7 +192,10 @@ def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:
         with trainer.accelerator.autocast():
             trainer.actor_critic.check_logits()  # the rest of the rollout is packed as its beginning was
         trainer.updates.load_state_dict(parts["rollout"], trainer.state.global_step)
-    if parts["ahead"]:
+        if trainer._drops_rollout:
+            trainer.updates.reset()
+            logger.warning("The checkpoint's unfinished rollout is of the earlier settings; another one is collected.")
+    if parts["ahead"] and not trainer._drops_rollout:
         trainer.roles.player.generator.ahead = Ahead.from_state_dict(parts["ahead"])
     trainer._metrics["train"].load_state_dict(parts["metrics"])
     played = parts["trainer"]["played"]
