@@ -51,7 +51,7 @@ from .data import PROMPT_IDS, RolloutSampler, Rows, StreamedRows, weighted_rows
 from .episodes import Environments, build_player, record
 from .modeling.loading import check_optimizers, load_actor_critic
 from .ppo.guards import SamplerComparison, count_skipped
-from .ppo.metrics import Metrics
+from .ppo.metrics import Metrics, check_best_metric
 from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
@@ -226,6 +226,9 @@ class PPOTrainer(Trainer):
         self.reward_funcs = [x.model if isinstance(x, ClassifierReward) else entry for x, entry in pairs]
         self.tools, self.tokenizer, self.ref_model = environments.tools, tokenizer, None  # as in TRL with an adapter
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
+        own = [x for x in callbacks or () if not getattr(x, "__module__", "").startswith("transformers.")]
+        if not own and type(self) is PPOTrainer:  # the user's may add metrics
+            check_best_metric(args, eval_dataset, rewards, monitors)
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum)
         self.run_log = RunLog(model_id, self.reward_func_names, [x.name for x in monitors], self.plan)
         self.terminal = Terminal(self.plan, args.disable_tqdm)

@@ -8,11 +8,12 @@ from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import byte_tokenizer, config, length_reward, llama, prompts, tokenizer, with_mapped_logits
 from torch import nn
-from transformers import BitsAndBytesConfig, TrainingArguments
+from transformers import BitsAndBytesConfig, EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer, arguments
 from trl_ppo_ext import trainer as trainers
+from trl_ppo_ext.ppo import metrics
 from trl_ppo_ext.tracking import completions
 
 
@@ -267,6 +268,57 @@ def test_pad_token_beyond_the_embedding_raises(tmp_path):
     with pytest.raises(ValueError, match=r"'\[PAD\]' has the id 32, but .* 32 tokens; set `pad_token` .*'<eos>'"):
         build(tmp_path, {"processing_class": lambda: larger}, pad_token="[PAD]")
     assert build(tmp_path, {"processing_class": lambda: larger}).processing_class.pad_token == "<eos>"
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+def logs_a_metric(completion_ids, log_metric, **kwargs):
+    return length_reward(completion_ids)
+
+
+def logs_by_keyword(completion_ids, **kwargs):
+    kwargs["log_metric"]("own", 1.0)
+    return length_reward(completion_ids)
+
+
+@pytest.mark.parametrize("evaluation", [prompts, lambda: {"easy": prompts(), "hard": prompts()}], ids=["one", "two"])
+@pytest.mark.parametrize("metric", ["eval_rewrad", "loss", "eval_rewards/length/mean", "monitor/x/mean"])
+def test_best_metric_that_no_evaluation_logs_is_refused_before_the_run(tmp_path, metric, evaluation):
+    settings = EVALUATED | {"metric_for_best_model": metric}
+    given = {"eval_dataset": evaluation}
+    with pytest.raises(
+        ValueError, match=rf"`metric_for_best_model` must be .*got '{metric}'; did you mean 'eval_.*rew"
+    ):
+        build(tmp_path, given, **settings)
+    with pytest.raises(ValueError, match="did you mean"):
+        build(
+            tmp_path, given | {"callbacks": [EarlyStoppingCallback(2)]}, **settings | {"load_best_model_at_end": False}
+        )
+    build(tmp_path, given | {"reward_funcs": [logs_a_metric]}, **settings)  # it may log it
+    build(tmp_path, given | {"reward_funcs": [logs_by_keyword]}, **settings)
+    build(tmp_path, given | {"callbacks": [type("Own", (TrainerCallback,), {})()]}, **settings)  # it may add it
+    build(tmp_path, given, **settings | {"eval_strategy": "no"})
+
+
+def test_every_metric_of_an_evaluation_may_choose_the_best_model(tmp_path):
+    watched = [lambda completions, **kwargs: [1.0] * len(completions)]
+    for evaluation, folder in ((prompts(), "one"), ({"easy": prompts()}, "two")):
+        given = {"eval_dataset": lambda evaluation=evaluation: evaluation, "monitor_funcs": lambda: watched}
+        built = build(tmp_path / folder, given, **EVALUATED, kl_coef=0.1)
+        for name in built.evaluate().keys() - {"epoch"}:
+            built.args.metric_for_best_model = name
+            metrics.check_best_metric(built.args, built.eval_dataset, built.roles.rewards, built.roles.monitors)
+
+
+def test_best_metric_of_a_reward_that_is_not_there_is_refused(tmp_path):
+    """A distillation would keep its first checkpoint."""
+    rows = prompts().map(lambda row: {"shown": "w1 " + row["prompt"]})
+    settings = EVALUATED | {"reference_prompt": "shown", "kl_coef": 1.0, "metric_for_best_model": "eval_reward"}
+    given = {"reward_funcs": lambda: None, "train_dataset": lambda: rows, "eval_dataset": lambda: rows}
+    with pytest.raises(ValueError, match=r"constant in a run without rewards; use e.g. 'eval_kl'"):
+        build(tmp_path, given, **settings)
+    build(tmp_path, given, **settings | {"metric_for_best_model": "eval_kl", "greater_is_better": False})
 
 
 @pytest.mark.parametrize(

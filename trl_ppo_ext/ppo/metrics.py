@@ -1,11 +1,16 @@
 """Metrics that add up exactly over micro-batches, rollouts and ranks; deviations over ranks only."""
 
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..config import PPOConfig
 from ..episodes import Episode
 from ..modeling import TokenScores
 from ..rewards import Scored
@@ -203,3 +208,55 @@ def check_metric_name(name: str) -> None:
     """Raise a `ValueError` if a metric of a reward function would be mixed up with one of the trainer's."""
     if name.split("/")[0] in RESERVED or name.startswith(("eval_", "train_")):
         raise ValueError(f"`log_metric` got the name {name!r}, which the trainer logs itself; use another one.")
+
+
+# ---- the metric that chooses the best model ----
+
+OF_EVALUATIONS = set(
+    "reward reward_std reward/length_correlation entropy kl kl_per_completion unscored_completions "
+    "nonfinite_completions runtime samples_per_second steps_per_second model_preparation_time".split()
+)
+FAMILIES = ("completions/", "episodes/", "tools/", "time/", "sampling/", "value/")
+
+
+def check_best_metric(args: PPOConfig, eval_dataset: Any, rewards: Sequence[Any], monitors: Sequence[Any]) -> None:
+    """Raise a `ValueError` if no evaluation logs the metric for the best model, or if it is constant."""
+    metric = args.metric_for_best_model
+    if metric is None or args.eval_strategy == "no":
+        return
+    names = OF_EVALUATIONS.copy()
+    for reward in rewards:
+        names |= {f"rewards/{reward.name}/{part}" for part in ("mean", "std", "failed")}
+    for reward in monitors:
+        names |= {f"monitor/{reward.name}/{part}" for part in ("mean", "gap")}
+    prefixes = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, dict) else [""]
+    bare = metric.removeprefix("eval_")
+    of_dataset = [bare.removeprefix(prefix) for prefix in prefixes if bare.startswith(prefix)]
+    is_known = any(name in names or name.startswith(FAMILIES) for name in of_dataset)
+    if not is_known and not any(map(_may_log, [*rewards, *monitors])):
+        listed = [f"eval_{prefixes[0]}{name}" for name in sorted(names)]
+        likely = get_close_matches(f"eval_{bare}", listed, n=1) or [f"eval_{prefixes[0]}reward"]
+        raise ValueError(
+            f"`metric_for_best_model` must be a metric of the evaluation, got {metric!r}; did you mean {likely[0]!r}? "
+            f"An evaluation logs {', '.join(listed)}, those of the groups {', '.join(FAMILIES)}, and what reward "
+            "functions log with `log_metric`."
+        )
+    is_of_reward = any(name.partition("/")[0] in ("reward", "rewards", "reward_std") for name in of_dataset)
+    if is_of_reward and [reward.name for reward in rewards] == ["no_reward"]:
+        raise ValueError(
+            f"`metric_for_best_model={metric!r}` is constant in a run without rewards; use e.g. 'eval_kl' with "
+            "`greater_is_better=False`, or a metric of `monitor_funcs`."
+        )
+
+
+def _may_log(reward: Any) -> bool:
+    """Whether a reward may log metrics of its own: its code names `log_metric`, or is unknown."""
+    function = getattr(reward, "function", None)
+    if function is None:  # a classifier does not, an object of the user's may
+        return type(reward).__module__.partition(".")[0] != __name__.partition(".")[0]
+    while isinstance(function, partial):
+        function = function.func
+    try:
+        return "log_metric" in inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return True
