@@ -1,5 +1,6 @@
 """Prompts: datasets by name, token ids of a `"prompt"` column of text or chat messages, and rollouts of rows."""
 
+import inspect
 import itertools
 import json
 import math
@@ -38,6 +39,11 @@ TOKEN_COLUMNS = {PROMPT_IDS, *OTHER_PROMPT_IDS.values()}
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 NO_PROMPT: list[dict] = [{"role": "user", "content": ""}]  # of a row that has none: an environment writes it
 
+# arguments of `apply_chat_template` that are none of a template
+OF_TOKENIZING = frozenset(
+    "conversation tokenize return_dict return_tensors padding truncation max_length tokenizer_kwargs "
+    "return_assistant_tokens_mask".split()
+)
 CHECKED_FOR_DELIMITERS = 1000  # rows of a dataset
 
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -93,7 +99,10 @@ def as_dataset(dataset: Any) -> Any:
     """Turn a list of rows, or a dataset of torch or of one's own that has a length, into a `datasets.Dataset`."""
     if isinstance(dataset, Dataset | Mapping) or not hasattr(dataset, "__len__"):
         return dataset
-    rows = [dataset[index] for index in range(len(dataset))]
+    try:
+        rows = [dataset[index] for index in range(len(dataset))]
+    except (LookupError, TypeError):  # no rows by number, e.g. a DataFrame
+        return dataset
     is_rows = all(isinstance(row, dict) for row in rows)
     return Dataset.from_list(rows, on_mixed_types="use_json") if is_rows else dataset
 
@@ -171,7 +180,13 @@ def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> di
     except ValueError as error:
         raise PromptError(f'its "tools" must be JSON or a list of schemas ({error}).') from error
     of_row = without_none(row.get("chat_template_kwargs") or {})
-    return {"tools": tools, **(template_kwargs or {}), **of_row}
+    kwargs = {"tools": tools, **(template_kwargs or {}), **of_row}
+    if reserved := kwargs.keys() & OF_TOKENIZING:
+        raise PromptError(
+            f"`chat_template_kwargs` must be arguments of the chat template, got {sorted(reserved)} of "
+            "`apply_chat_template`, which the trainer sets itself; remove them."
+        )
+    return kwargs
 
 
 def prompt_limit(
@@ -187,8 +202,10 @@ def prompt_limit(
 
 def _check_columns(dataset: Any, name: str, others: Mapping[str, str]) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
-        needed = "a `datasets.Dataset`, an `IterableDataset` or a list of dicts"
-        raise TypeError(f"`{name}` must be {needed}, got {type(dataset).__name__}.")
+        raise TypeError(
+            f"`{name}` must be a `datasets.Dataset`, an `IterableDataset` or a list of dicts, got "
+            f"{type(dataset).__name__}; `Dataset.from_pandas` turns a DataFrame into one."
+        )
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise PromptError(f"`{name}` has a transform (`set_transform`), which tokenizing skips; use `dataset.map`.")
     columns = dataset.column_names or list(next(iter(dataset), {}))
@@ -293,7 +310,10 @@ def tokenize_prompts(
             raise PromptError(f"The prompt has {len(ids)} tokens, but {room}. {remedy}")
         encoded = {PROMPT_IDS: ids[-limit:] if overlong == "truncate" else ids}
         for role, column in others.items():
-            ids = _ids_of(row.get(column), row, tokenizer, chat_template_kwargs)
+            try:
+                ids = _ids_of(row.get(column), row, tokenizer, chat_template_kwargs)
+            except PromptError as error:
+                raise PromptError(f"The {role}'s prompt, in the column {column!r}: {error}") from error
             if len(ids) > room_for_others:
                 given = f"The {role}'s prompt has {len(ids)} tokens"
                 raise PromptError(f"{given}, but its context{reason} has room for {room_for_others}; shorten it.")
@@ -367,10 +387,20 @@ class RolloutSampler(Sampler[int]):
 def weighted_rows(curriculum: Callable, played: Tensor, plan: BatchPlan, seed: int) -> list[int]:
     """Row numbers of a rollout, each as often as its share of the weights of a curriculum, up to rounding."""
     episodes, sums = played.clone()
-    weights = torch.as_tensor(curriculum(episodes, sums / episodes.clamp(min=1)), device="cpu").double()
-    if weights.shape != episodes.shape or not (weights >= 0).all() or not 0 < weights.sum() < math.inf:
+    returned = curriculum(episodes, sums / episodes.clamp(min=1))
+    if inspect.iscoroutine(returned):
+        returned.close()
+    try:
+        weights = torch.as_tensor(returned, device="cpu").double()
+        is_valid = weights.shape == episodes.shape and bool((weights >= 0).all()) and 0 < weights.sum() < math.inf
+    except (TypeError, ValueError, RuntimeError):  # e.g. None
+        weights, is_valid = returned, False
+    if not is_valid:
         needed = f"a weight of at least 0 for each of the {len(episodes)} rows, and not only zeros"
-        raise ValueError(f"`curriculum` must return {needed}, got {shortened(weights)}.")
+        raise ValueError(
+            f"`curriculum` must be a plain function that returns {needed}, got {type(returned).__name__}: "
+            f"{shortened(weights)}."
+        )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(weights), generator=generator)  # neighbors may be alike, and are drawn evenly
     ends = weights[order].cumsum(0)

@@ -242,6 +242,7 @@ class PPOTrainer(Trainer):
         self.signals, self.preempted = resume.StopSignals(), False
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
         self._resumed: tuple[str, dict[str, Tensor]] | None = None  # checkpoint to resume from, and its run state
+        self._is_collecting = False
         self._drops_rollout = False  # of the checkpoint, because it is of other settings
         self._return_to_step: Callable[[], None] | None = None  # undoes an unfinished step; None if that is impossible
         self._process_state = {kind: dict(kind._shared_state) for kind in (PartialState, AcceleratorState)}
@@ -255,6 +256,13 @@ class PPOTrainer(Trainer):
     def reward_weights(self) -> Tensor:
         """Weights of the rewards, which a run does not change."""
         return torch.tensor(self.roles.reward_weights or [1.0] * len(self.roles.rewards))
+
+    def __getstate__(self) -> Any:
+        """Refuse to be pickled: a run is more than an object."""
+        raise TypeError(
+            "A `PPOTrainer` cannot be pickled; `save_model()` saves its adapters, and checkpoints the run, which "
+            "`train(resume_from_checkpoint=True)` continues."
+        )
 
     # ---- the algorithm: collect a rollout, then epochs of minibatches ----
 
@@ -300,7 +308,11 @@ class PPOTrainer(Trainer):
         prompts, self._next_rows = self._next_rows or self._read(numbers), []
         self.actor_critic.eval()  # the Trainer's `training_step` returns to train mode
         metrics = self._metrics["train"]
-        rollout, self.run_state, samples = collect(self.roles, prompts, self.run_state, metrics, self.state)
+        self._is_collecting = True
+        try:
+            rollout, self.run_state, samples = collect(self.roles, prompts, self.run_state, metrics, self.state)
+        finally:
+            self._is_collecting = False
         if self.curriculum is not None:
             scores = torch.stack([samples.scored.usable.float(), samples.scored.totals], 1)
             scores = self.accelerator.gather(scores).T.cpu().double()
@@ -450,6 +462,11 @@ class PPOTrainer(Trainer):
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
+        if self._is_collecting:
+            raise RuntimeError(
+                "`evaluate` and `predict` must not be called while a rollout is collected, e.g. by a reward function "
+                "or an environment; call them in a `TrainerCallback`, or set `eval_strategy`."
+            )
         self._metrics["eval"].load_state_dict({})  # of an evaluation that failed
         with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)

@@ -47,7 +47,13 @@ class ChatFormat:
                 "`tools` and environments with tools need a chat template that renders tool calls and responses, but "
                 "that of the tokenizer drops them; set `tokenizer.chat_template`, or use another model."
             )
-        if with_tools and getattr(tokenizer, "response_template", None) is None:
+        response_template = getattr(tokenizer, "response_template", None)
+        if with_tools and not isinstance(response_template, dict | None):
+            raise TypeError(
+                f"`tokenizer.response_template` must be a mapping, as `parse_response` takes it, got "
+                f"{type(response_template).__name__}; set one, or None for templates that TRL knows."
+            )
+        if with_tools and response_template is None:
             add_response_schema(tokenizer)  # raises an error for a template that it does not know
         following, end = [_RESPONSE if with_tools else _QUESTION], None
         with suppress(TypeError):  # some templates take arguments as text only; their training template does not

@@ -184,6 +184,12 @@ class Environments:
         self.rollout_func = rollout_func
         self.by_name = isinstance(factory, dict)
         factories = factory if isinstance(factory, dict) else {None: factory} if tools or factory else {}
+        for name, x in factories.items():
+            if not callable(x) and (self.by_name or x is not None):
+                place = f"environment_factory[{name!r}]" if self.by_name else "environment_factory"
+                raise TypeError(
+                    f"`{place}` must be a class or a function that returns an environment, got {type(x).__name__}."
+                )
         self.kinds: dict[str | None, Kind] = {name: Kind(x, list(tools or [])) for name, x in factories.items()}
         kinds = self.kinds.values()
         self.tools = list({name: tool for kind in kinds for name, tool in kind.pool[0].tools.items()}.values())

@@ -25,6 +25,7 @@ KEY = "VLLM_API_KEY"
 CONCURRENCY = 64  # requests at a time of each process
 PAUSE = 1.0  # seconds between two attempts
 LIFE = 10.0  # seconds after which a server that has not answered yet must show that it runs
+TOKENS = 2**31  # more than any vocabulary has
 SLOWEST = 1.0  # seconds per token of a completion, for a server that runs
 UNAVAILABLE = (429, 502, 503, 504)  # while it starts, or is overloaded
 # the engine died, e.g. for want of memory, or the server shuts down and answers with the tokens so far
@@ -100,6 +101,8 @@ class VLLMServer:
             choices = sorted(body["choices"], key=lambda choice: choice["index"])
             sampled = [Sampled(x["token_ids"], [*map(float, x["logprobs"]["token_logprobs"])]) for x in choices]
             fits = [0 < len(x.ids) == len(x.logprobs) <= request.max_tokens for x in sampled]
+            if any(type(token) is not int or not 0 <= token < TOKENS for x in sampled for token in x.ids):
+                raise ValueError
             if fits != [True] * request.copies:
                 raise ValueError
             return sampled

@@ -76,8 +76,11 @@ def check_model_arguments(
             raise ValueError("`quantization_config` has no effect on a loaded model; pass the model's id.")
         if args.model_init_kwargs is not None:
             logger.warning("`model_init_kwargs` has no effect on a loaded %s.", type(model).__name__)
-        if model.get_output_embeddings() is None:
-            raise ValueError(f"`model` must be a causal language model, got {type(model).__name__}.")
+        if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
+            raise ValueError(
+                f"`model` must be a causal language model with its output projection, and no encoder, got "
+                f"{type(model).__name__}; load it with `AutoModelForCausalLM`."
+            )
     if not isinstance(peft_config, PeftConfig | str | None):
         raise TypeError(f"`peft_config` must be a `PeftConfig`, path or id, got {type(peft_config).__name__}.")
     config = _starting_config(model, peft_config)
@@ -144,7 +147,8 @@ def load_base(
     kwargs = {"dtype": compute_dtype(args)} | model_kwargs(args)
     if quantization_config is not None:
         quantization_config = copy(quantization_config)
-        if quantization_config.bnb_4bit_compute_dtype == torch.float32:  # the default, slow where bf16 is fast
+        # the default of bitsandbytes, slow where bf16 is fast; other quantizers have none
+        if getattr(quantization_config, "bnb_4bit_compute_dtype", None) == torch.float32:
             dtype = compute_dtype(args) if kwargs["dtype"] == "auto" else kwargs["dtype"]
             quantization_config.bnb_4bit_compute_dtype = getattr(torch, str(dtype).removeprefix("torch."))
         # quantized weights cannot be moved afterwards
