@@ -403,7 +403,7 @@ def baseline(models: Models, sample: Sample, samples: list[Sample], bootstraps: 
     """R̄ + α·(V − V̄) and α, fitted to the other samples.
 
     α shrinks by the squared share of what it explains that holds for samples left out in turn, in up to 16 parts.
-    With λ below 1 it does not, and is 1 if there are fewer than 8 others.
+    With λ below 1 it does not, and is 1 if there are fewer than 8 others; values stay as they are if it is above 0.5.
     """
     numbered = [pair for pair in enumerate(samples) if pair[1] is not sample]
     others = [other for _, other in numbered]
@@ -426,6 +426,8 @@ def baseline(models: Models, sample: Sample, samples: list[Sample], bootstraps: 
         count, earlier, _ = models.units.returns.moments()
         count = min(count, 8 * len(returns) / len(others))
         mean = (mean * len(returns) + earlier * count) / (len(returns) + count)
+    if bootstraps and weight > 0.5:  # a shift would charge the ends
+        return sample.values, weight
     return [mean + weight * (value - center) for value in sample.values], weight
 
 

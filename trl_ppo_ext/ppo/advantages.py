@@ -12,6 +12,7 @@ from .baseline import MEMORY, Groups, fit_baseline, means_of_others
 from .math import FEWEST, Moments, Reduction
 
 SOLVED = 0.1  # share of the largest unit of a run, below which advantages fade
+TRUSTED = 0.5  # weight of a critic from which on its values are bootstrapped from as they are
 LARGEST = 100.0  # advantage and target of a critic, in units of the returns
 
 OVER_GROUPS = {
@@ -111,7 +112,11 @@ def of_critic(
         # others' scores know no time: as a value, they would stay when nothing is left to earn
         in_values = torch.stack(predictors[:1] if discounts.bootstraps else predictors, -1)
         fit = fit_baseline(outcomes, in_values, counts, seen, groups, is_cautious=not discounts.bootstraps)
-        baseline = fit.at(in_values) * steps
+        baseline = fit.at(in_values)
+        if discounts.bootstraps:
+            # a shift of all values would charge the ends of completions with what is still to earn before them
+            baseline = torch.where(fit.weights > TRUSTED, values, baseline)
+        baseline = baseline * steps
         explains = fit.explains(in_values)
         weights = fit.weights
 
