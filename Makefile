@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo duel test test-all test-lowest test-vllm test-environments lint bench docs clean
+.PHONY: demo duel test test-all test-lowest test-newest test-vllm test-environments lint bench docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python recipes/smollm2/demo.py
@@ -26,6 +26,15 @@ test-lowest:
 		--override $(VENV)-lowest/torch.txt --output-file $(VENV)-lowest/lowest.txt
 	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check -r $(VENV)-lowest/lowest.txt
 	$(VENV)-lowest/bin/python -m pytest -m "not slow" tests/unit
+
+# the same with the newest versions that setup.cfg allows, whatever constraints.txt says; NEWEST_TORCH is a CPU build
+NEWEST_TORCH ?= 2.13.0
+test-newest:
+	test -x $(VENV)-newest/bin/python || $(PYTHON) -m venv $(VENV)-newest
+	echo "torch==$(NEWEST_TORCH)" > $(VENV)-newest/torch.txt
+	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+		--constraint $(VENV)-newest/torch.txt --editable '.[test]'
+	$(VENV)-newest/bin/python -m pytest -m "not slow" tests/unit
 
 # against the real engine and a real server, in an environment of their own (3.4 GB)
 test-vllm: $(VENV)-vllm/.test
@@ -69,4 +78,4 @@ $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: setup.cfg constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-vllm $(VENV)-environments runs
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-vllm $(VENV)-environments runs
