@@ -262,9 +262,10 @@ def load_datasets(script: PPOScriptArguments) -> dict[str, Any]:
         splits[test] = spread_rows(splits[test], script.eval_rows)
     if script.map_function is not None:
         function: Any = _import(script.map_function, "map_function", script.directory)
+        module = sys.modules[script.map_function.rpartition(".")[0]]  # that of a wrapped function may be another
 
         # `datasets` identifies an imported function by its name: with the source, edited ones miss its cache
-        def mapped(row: dict, source: str = inspect.getsource(cast(Any, inspect.getmodule(function)))) -> dict:
+        def mapped(row: dict, source: str = inspect.getsource(module)) -> dict:
             return function(row)
 
         # the main process fills the cache that the others read

@@ -159,6 +159,15 @@ def test_edited_map_function_maps_again(tmp_path):
         assert load_datasets(script)["train"][0]["prompt"] == f"w1 {suffix}"
 
 
+def test_map_function_may_be_a_partial(tmp_path):
+    save(tmp_path / "rows.jsonl", [{"question": "w1"}])
+    source = "from functools import partial\n\ndef ask(row, end):\n    return {'prompt': row['question'] + end}\n"
+    (tmp_path / "partial_rows.py").write_text(source + "to_prompt = partial(ask, end=' w2')\n")
+    script = PPOScriptArguments(dataset_name=str(tmp_path / "rows.jsonl"), map_function="partial_rows.to_prompt")
+    script.directory = str(tmp_path)
+    assert load_datasets(script)["train"][0]["prompt"] == "w1 w2"
+
+
 class Stub:
     """Stands for a trainer, and records its calls."""
 
