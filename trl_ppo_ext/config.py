@@ -219,7 +219,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     num_ppo_epochs: int = number(1, at_least=1)
     """Passes over a rollout."""
     num_mini_batches: int | None = number(None, at_least=1)
-    """Optimizer steps per pass. 4 by default, see `generation_batch_size`."""
+    """Optimizer steps per pass. By default 4, or the next number for which `num_generations` divides the rollout; see
+    `generation_batch_size`."""
     kl_coef: float = number(0.0, at_least=0)
     """Coefficient of the KL penalty. 0, which suits rewards that cannot be hacked, skips the reference's forward, and
     the KL is not logged. With a reward model, 0.05 is usual."""
@@ -406,7 +407,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         data.split_batches, data.even_batches, data.dispatch_batches = False, True, False
         size, sizes = self.generation_batch_size, (self.per_device_train_batch_size, self.world_size)
         if size is None:
-            self.num_mini_batches = self.num_mini_batches or NUM_MINI_BATCHES
+            self.num_mini_batches = self.num_mini_batches or self._default_mini_batches()
         elif self.num_mini_batches is None:
             accumulation = self.gradient_accumulation_steps
             self.num_mini_batches = factor_of(size, "gradient_accumulation_steps", accumulation, *sizes)
@@ -421,6 +422,16 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.gradient_accumulation_steps = steps
         per_process = self.plan(self.world_size).completions_per_process
         self.per_device_eval_batch_size = self.per_device_eval_batch_size or per_process
+
+    def _default_mini_batches(self) -> int:
+        """Optimizer steps per pass by default: 4, or the next number whose rollout has whole groups."""
+        completions = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+        unit = self.num_generations // math.gcd(self.num_generations, completions)
+        number = -(-NUM_MINI_BATCHES // unit) * unit
+        if number != NUM_MINI_BATCHES:
+            message = "`num_mini_batches` is %d, not %d: `num_generations=%d` must divide the rollout."
+            logger.warning(message, number, NUM_MINI_BATCHES, self.num_generations)
+        return number
 
     @property
     def uses_deepspeed(self) -> bool:

@@ -99,6 +99,44 @@ def test_unknown_fields_raise_together_with_what_may_be_meant():
     assert copy.deepcopy(Own(own=3, seed=1)).seed == 1
 
 
+@pytest.mark.parametrize(
+    "name, remedy",
+    [
+        ("overwrite_output_dir", r"`overwrite_output_dir` \(remove it, or set `resume_from_checkpoint` to false"),
+        ("evaluation_strategy", r"`evaluation_strategy` \(it is `eval_strategy`\)"),
+        ("vllm_device", r"`vllm_device` \(remove it, see `vllm_mode`\)"),
+        ("torch_dtype", r"`torch_dtype` \(it is `dtype` in a config file, and in `model_init_kwargs`\)"),
+        ("code_language", "`code_language`; docs"),
+    ],
+)
+def test_field_of_older_versions_raises_with_what_to_do(name, remedy):
+    with pytest.raises(TypeError, match=f"no field {remedy}"):
+        PPOConfig("run", use_cpu=True, **{name: True})
+
+
+@pytest.mark.parametrize(
+    "sizes, number",
+    [
+        ((1, 1, 1), 4),
+        ((1, 1, 6), 6),
+        ((4, 2, 7), 7),
+        ((4, 4, 8), 4),
+        ((2, 1, 16), 8),
+        ((1, 3, 9), 6),
+        ((1, 1, 3), 6),  # not fewer than 4
+    ],
+)
+def test_default_of_mini_batches_gives_whole_groups(tmp_path, caplog, monkeypatch, sizes, number):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+    args = PPOConfig(str(tmp_path), use_cpu=True, **dict(zip(names, sizes)))
+    plan = args.plan(1)
+    assert (args.num_mini_batches, plan.prompts * sizes[2]) == (number, plan.completions)
+    assert ("`num_mini_batches` is" in caplog.text) == (number != 4)
+    with pytest.raises(ValueError, match="does not divide the rollout"):  # nothing that is set is changed
+        PPOConfig(str(tmp_path), use_cpu=True, num_mini_batches=4, per_device_train_batch_size=1, num_generations=7)
+
+
 def test_keys_of_generation_kwargs_that_are_fields_set_them():
     kwargs = {"do_sample": True, "top_k": 5, "stop_strings": ["a"], "max_new_tokens": 8, "typical_p": 0.9}
     args = PPOConfig("run", use_cpu=True, generation_kwargs=kwargs, max_completion_length=8)
