@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import MISSING, dataclass, field, fields
-from difflib import get_close_matches
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +27,7 @@ from transformers.utils import is_liger_kernel_available, is_torch_bf16_gpu_avai
 from .ppo.batch_plan import BatchPlan, factor_of
 from .ppo.math import TRUST, SamplerCorrection
 from .redaction import shown, without_secrets
-from .trl_names import NAMES, TABLES, TRLFields, applied, moved
+from .trl_names import NAMES, TABLES, TRLFields, applied, moved, remedy_of
 
 logger = logging.get_logger(__name__)
 
@@ -307,8 +306,9 @@ class PPOConfig(TRLFields, TrainingArguments):
     def __new__(cls, *args: Any, **settings: Any) -> "PPOConfig":
         """Raise an error for all unknown fields, with those that may be meant."""
         known = [*cls.__dataclass_fields__, *inspect.signature(cls.__init__).parameters]
-        matches = {name: get_close_matches(name, known, 1, 0.75) for name in settings if name not in known}
-        if unknown := [f"`{name}`" + "".join(f" (did you mean `{x}`?)" for x in matches[name]) for name in matches]:
+        remedies = {name: remedy_of(name, known, 0.75) for name in settings if name not in known}
+        if remedies:
+            unknown = [f"`{name}` ({remedy})" if remedy else f"`{name}`" for name, remedy in remedies.items()]
             raise TypeError(f"{cls.__name__} has no field {', '.join(unknown)}; docs/fields.md lists all.")
         return super().__new__(cls)
 

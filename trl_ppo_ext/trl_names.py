@@ -5,9 +5,10 @@ names.yaml lists them. Checkpoints and logs show ours only, and no other module 
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import field, make_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,10 @@ def applied(config: Any) -> Iterator[None]:
         if used:
             raise ValueError(" ".join([str(error), *used])) from error
         raise
+
+
+def remedy_of(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """What to do with an unknown name; empty if nothing like it is known."""
+    if name in TABLES["unknown"]:
+        return TABLES["unknown"][name]
+    return "".join(f"did you mean `{match}`?" for match in get_close_matches(name, known, 1, cutoff))

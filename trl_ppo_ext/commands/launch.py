@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any, cast
@@ -28,7 +27,7 @@ from ..modeling.loading import hub_kwargs, load_config
 from ..redaction import shortened, shown
 from ..rewards import RewardAdapter, RewardFunc
 from ..trainer import PPOTrainer
-from ..trl_names import NAMES, TABLES
+from ..trl_names import NAMES, TABLES, remedy_of
 
 logger = logging.get_logger(__name__)
 
@@ -146,7 +145,8 @@ def parse(
         problems = []
         for place, unknown in (("in the config file", in_file[::2]), ("on the command line", names)):
             for name in (text.partition("=")[0].lstrip("-").replace("-", "_") for text in unknown):
-                problems.append(f"Unknown argument `{name}` {place}; {_remedy(name, types)}")
+                remedy = remedy_of(name, [entry.name for type_ in types for entry in fields(type_)])
+                problems.append(f"Unknown argument `{name}` {place}; {remedy or '--help lists the arguments.'}")
         if problems:
             raise ValueError("\n- ".join(problems))
         model, script, args = cast(tuple, parser.parse_dict(vars(namespace), allow_extra_keys=True))
@@ -156,27 +156,19 @@ def parse(
     return script, args, model
 
 
-def _remedy(name: str, types: Sequence[type]) -> str:
-    """What to do with an unknown argument."""
-    if name in TABLES["hints"]:
-        return f"{TABLES['hints'][name]}."
-    matches = get_close_matches(name, [entry.name for type_ in types for entry in fields(type_)], n=1)
-    return f"did you mean `{matches[0]}`?" if matches else "--help lists the arguments."
-
-
 def _renamed_options(argv: Sequence[str]) -> list[str]:
     """Arguments of the command line under today's names."""
     renamed = []
     for text in argv:
         name, equals, value = text.partition("=")
-        new = TABLES["scripts"].get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
+        new = TABLES["renamed"].get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
         renamed.append(f"--{new}{equals}{value}" if new else text)
     return renamed
 
 
 def _renamed_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Keys of a config file under today's names."""
-    for old, new in TABLES["scripts"].items():
+    for old, new in TABLES["renamed"].items():
         if old in config and new in config:
             raise ValueError(f"`{old}` in the config file is `{new}` today, which it has too; remove one of the two.")
         if old in config:

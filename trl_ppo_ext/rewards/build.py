@@ -76,9 +76,23 @@ def check_reward_arguments(
     for reward, label in zip(rewards, [*labels[0], *labels[1]]):
         if isinstance(reward, str | ProcessReward):
             model_id = reward if isinstance(reward, str) else reward.model
-            config = load_config("reward_funcs", model_id, {"trust_remote_code": args.trust_remote_code})
+            config = reward_config(model_id, args)
             if not (is_process_model(config) and config.num_labels == 2):  # which has a default
                 checked_label(model_id, config.num_labels, label, config)
+
+
+def reward_config(model_id: str, args: PPOConfig) -> Any:
+    """Load the config of a reward model."""
+    try:
+        return load_config("reward_funcs", model_id, {"trust_remote_code": args.trust_remote_code})
+    except ValueError as error:
+        if not model_id.isidentifier():
+            raise
+        # config files of open-r1 name functions of their own script
+        raise ValueError(
+            f"{error} If `{model_id}` is a function, pass it, or in a config file its dotted path, such as "
+            f"my_rewards.{model_id}, or the name of one of trl.rewards, such as accuracy_reward."
+        ) from None
 
 
 def reward_labels(label: Any, reward_funcs: Sequence[Any], monitor_funcs: Sequence[Any]) -> tuple[list, list]:
@@ -130,7 +144,7 @@ def build_rewards(
     # rewards of environments, which come last, have no label
     for entry, own_tokenizer, label in zip(reward_funcs, processing_classes or without, [*labels, *without]):
         if isinstance(entry, str):
-            config = load_config("reward_funcs", entry, {"trust_remote_code": trusted})
+            config = reward_config(entry, args)
             entry = ProcessReward(entry) if is_process_model(config) else load(entry)
         if isinstance(entry, PreTrainedModel | PeftModel):
             entry = entry if getattr(entry, "is_quantized", False) else entry.to(args.device)

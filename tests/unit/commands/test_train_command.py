@@ -291,6 +291,7 @@ WRONG = [
     ({"model_name_or_path": "./polcy"}, "`model_name_or_path", "'./polcy'", "check its spelling"),
     ({"reward_funcs": None}, "`reward_funcs`", "empty", "pass a reward, or an environment"),
     ({"reward_funcs": "cli_rewards.length_"}, "`reward_funcs`", "'cli_rewards.length_'", "name a function"),
+    ({"reward_funcs": ["accuracy", "format"]}, "`reward_funcs`", "'accuracy'", r"such as my_rewards\.accuracy, or .*"),
     ({"monitor_funcs": "cli_reward.length"}, "`monitor_funcs`", "'cli_reward.length'", "set PYTHONPATH"),
     ({"reward_funcs": "cli_rewards.of_texts"}, "`of_texts` cannot be called", "`texts`", r"end its .*`\*\*kwargs`"),
     ({"reward_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"\(none\).*add a missing column"),
