@@ -54,7 +54,7 @@ _REMEDY = "Name a dataset on the Hub (and its config), a .json, .jsonl or .parqu
 
 
 def load_splits(
-    name: str, config: str | None = None, streaming: bool = False, argument: str = "dataset_name"
+    name: str, config: str | dict[str, Any] | None = None, streaming: bool = False, argument: str = "dataset_name"
 ) -> Mapping[str, Any]:
     """Load all splits of a dataset."""
     path = Path(name)
@@ -75,7 +75,8 @@ def load_splits(
             return loaded if isinstance(loaded, Mapping) else {"train": loaded}
         if path.is_file():
             return load_dataset(FILE_FORMATS[path.suffix], data_files=name, streaming=streaming)
-        return load_dataset(name, name=config, streaming=streaming)
+        selection: dict[str, Any] = config if isinstance(config, dict) else {"name": config}
+        return load_dataset(name, **selection, streaming=streaming)
     except DatasetGenerationError as error:
         raise ValueError(f"`{argument}={name!r}` cannot be read: {error.__cause__ or error}") from error
     except (OSError, ValueError, RuntimeError) as error:  # missing, unreachable, of several configs, or a script

@@ -34,11 +34,11 @@ REASONS = [
     ),
     (r"token_summed_loss\[d", "weights each sequence by its completion length", "no warning about a common choice"),
     (
-        "sync_ref|adaptive_entropy",
+        "sync_ref",
         "must be ",
         "refused with a reason in docs/from_grpo.md",
     ),
-    ("normalize_then", "needs `critic='none'`", "a critic predicts the sum of the rewards"),
+    ("adaptive_entropy", "'policy_loss'|no attribute 'entropy_coef'", "`entropy_coef` stays as it is set"),
     ("static_entropy", "'policy_loss'", "`policy_loss` is `loss/policy`"),
     ("Nemotron|trust_remote_code", "Cannot reach|custom code", "models for which there is no stand-in"),
     (

@@ -50,6 +50,9 @@ class PPOScriptArguments(trl.ScriptArguments):
 
     _argument_group_name = "dataset and rewards"
 
+    dataset_config: dict[str, Any] | str | None = HfArg(
+        default=None, help="Name of a part of the dataset, or in a file a mapping of arguments of `load_dataset`."
+    )
     map_function: str | None = HfArg(default=None, help="Dotted path of a function from a row to its new columns.")
     eval_rows: int | None = HfArg(default=None, help="Evaluated rows, spread over the test split. Default: all.")
     reward_funcs: list[str] | None = HfArg(
@@ -167,12 +170,12 @@ def _renamed_options(argv: Sequence[str]) -> list[str]:
 
 
 def _renamed_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Keys of a config file under today's names."""
+    """Keys under today's names."""
     for old, new in TABLES["renamed"].items():
         if old in config and new in config:
-            raise ValueError(f"`{old}` in the config file is `{new}` today, which it has too; remove one of the two.")
+            raise ValueError(f"`{old}` is `{new}` today, and both are set; remove one of the two.")
         if old in config:
-            logger.warning("`%s` in the config file is `%s` today, and sets it.", old, new)
+            logger.warning("`%s` is `%s` today, and sets it.", old, new)
             config[new] = config.pop(old)
     return config
 
@@ -279,7 +282,7 @@ def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModel
         raise ValueError("`model_name_or_path` is not set, so there is no model; give an id or a path.")
     if script.ignore_bias_buffers:
         raise ValueError("`ignore_bias_buffers` only helps models without adapters; omit it.")
-    options: dict[str, Any] = dict(cast(dict, args.model_init_kwargs) or {})
+    options = _renamed_keys(dict(cast(dict, args.model_init_kwargs) or {}))
     revision = None if model.model_revision == "main" else model.model_revision
     settings = {"revision": revision, "dtype": model.dtype, "attn_implementation": model.attn_implementation}
     for key, value in settings.items():

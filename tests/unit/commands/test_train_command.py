@@ -406,7 +406,7 @@ def test_modules_beside_a_config_stand_for_no_missing_package(there):
 def test_keys_of_other_scripts_are_reported_with_what_replaces_them(there, capsys):
     assert run("--dry_run", dataset_prompt_column="q", nonsense=1, system_prompt="Be good.", vllm_device="auto") == 2
     errors = capsys.readouterr().err.rstrip().split("\n- ")
-    hints = ("`map_function`", "--help", "put it into the messages", "set `vllm_mode`")
+    hints = ("`map_function`", "--help", "write it into the messages", "see `vllm_mode`")
     for error, hint in zip(errors, hints, strict=True):
         assert hint in error, error
 
@@ -420,7 +420,7 @@ def test_torch_dtype_sets_dtype(there, capsys, place):
     _, _, model = parse("trl-ppo train", argv, "", script_class=train.TrainScriptArguments)
     assert model.dtype == "float32"
     assert run("--dry_run", torch_dtype="float32", dtype="float32") == 2
-    assert "`torch_dtype` in the config file is `dtype` today, which it has too" in capsys.readouterr().err
+    assert "`torch_dtype` is `dtype` today, and both are set; remove one" in capsys.readouterr().err
 
 
 def test_unknown_arguments_are_reported_together(there, capsys):
