@@ -397,10 +397,9 @@ def weighted_rows(curriculum: Callable, played: Tensor, plan: BatchPlan, seed: i
     except (TypeError, ValueError, RuntimeError):  # e.g. None
         weights, is_valid = returned, False
     if not is_valid:
-        needed = f"a weight of at least 0 for each of the {len(episodes)} rows, and not only zeros"
         raise ValueError(
-            f"`curriculum` must be a plain function that returns {needed}, got {type(returned).__name__}: "
-            f"{shortened(weights)}."
+            f"`curriculum` must return a weight of at least 0 for each of the {len(episodes)} rows, and not only zeros, "
+            f"got {type(returned).__name__}: {shortened(weights)}."
         )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(weights), generator=generator)  # neighbors may be alike, and are drawn evenly

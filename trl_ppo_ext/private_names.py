@@ -8,7 +8,9 @@ import inspect
 import re
 from functools import cache, reduce
 from importlib import import_module
+from importlib.metadata import version
 
+from packaging.version import Version
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -69,6 +71,16 @@ PRIVATE_NAMES = [
 ]
 
 
+# names that older versions lack without a loss: what they are for is newer
+SINCE = {"selected_hidden_states": ("transformers", "5.23"), "support_avx512bf16_for_cpu": ("bitsandbytes", "0.50")}
+
+
+def is_older(name: str) -> bool:
+    """Whether the installed version is older than a name."""
+    package, since = SINCE.get(name, ("", "0"))
+    return bool(package) and Version(version(package)) < Version(since)
+
+
 def exists(owner: str, name: str) -> bool:
     """Whether a module or class has a name, as an attribute or in its source: some are set on instances only."""
     module, _, attributes = owner.partition(":")
@@ -84,7 +96,7 @@ def missing_names() -> list[tuple[str, str, str]]:
             is_there = exists(owner, name)
         except (ImportError, AttributeError, OSError):
             is_there = False
-        if not is_there:
+        if not is_there and not is_older(name):
             missing.append((owner, name, lost))
     return missing
 

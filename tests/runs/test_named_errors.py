@@ -114,7 +114,7 @@ async def later(episodes, scores):
     ],
 )
 def test_curriculum_without_weights_is_named(tmp_path, curriculum, got):
-    with pytest.raises(ValueError, match=rf"`curriculum` must be a plain function that returns .*got {got}"):
+    with pytest.raises(ValueError, match=rf"`curriculum` must return a weight .*got {got}"):
         trainer(tmp_path, curriculum=curriculum).train()
 
 
