@@ -24,6 +24,13 @@ from trl_ppo_ext.sequences import Sequences
 
 def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate=5e-4, kl_coef=0.05, lam=1.0):
     """Train an adapter on rollouts of all prompts (an even number of texts); `reward` scores a list of completions."""
+    eos, prompt_ids = tokenizer.eos_token_id, tokenizer(prompts)["input_ids"] if prompts else []
+    if eos is None:
+        raise ValueError("`tokenizer.eos_token` must be set, got None; completions end there.")
+    if not prompt_ids or len(prompt_ids) % 2 or not all(prompt_ids):
+        shortest = min(map(len, prompt_ids), default=0)
+        needed = "an even number of texts, for two minibatches, of at least one token each"
+        raise ValueError(f"`prompts` must be {needed}, got {len(prompts)} of at least {shortest}.")
     # One frozen base: the policy with its adapter on, the reference with it off, and a critic that reads states of the
     # policy, which its loss does not train, and predicts in units of the returns: their mean and deviation so far.
     policy = get_peft_model(model.eval(), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
@@ -32,7 +39,7 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
     groups = zip(trained, (learning_rate, roles.value_head.learning_rate))
     optimizer = torch.optim.AdamW([{"params": x, "lr": rate} for x, rate in groups], eps=1e-5, weight_decay=0.0)
     plan = BatchPlan(micro_batch_size=len(prompts) // 2, num_mini_batches=2, num_ppo_epochs=4)
-    eos, run, prompt_ids = tokenizer.eos_token_id, RunState(kl_coef), tokenizer(prompts)["input_ids"]
+    run = RunState(kl_coef)
     sampling = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=length, eos_token_id=eos, pad_token_id=eos)
 
     for number in range(rollouts):
@@ -45,7 +52,11 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
         mask = sequences.completion_mask
 
         # 2. Score the completions; a score enters at the last token.
-        scores = torch.tensor(reward(tokenizer.batch_decode(completions, skip_special_tokens=True))).to(mask.device)
+        scores = reward(tokenizer.batch_decode(completions, skip_special_tokens=True))
+        scores = torch.as_tensor(scores, dtype=torch.float32, device=mask.device)
+        if scores.shape != (len(prompts),) or not scores.isfinite().all():
+            needed = f"a finite number for each of {len(prompts)} completions"
+            raise ValueError(f"`reward` must return {needed}, got {scores.tolist()}.")
         token_scores = scores[:, None] * (mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1)))
 
         # 3. Log-probs, and outputs of the critic, which reads earlier rewards in units of earlier rollouts, if any.

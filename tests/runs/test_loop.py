@@ -1,8 +1,10 @@
 """recipes/loop.py learns what `PPOTrainer` learns: the parts are parts."""
 
+import math
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from datasets import Dataset
 from tiny import WORDS, config, llama, tokenizer
@@ -56,6 +58,62 @@ def test_loop_gets_the_rewards_of_the_trainer(tmp_path, capsys):
     assert by_loop == by_trainer and len(by_loop) == 10
     first, last = (sum(scores) for scores in (by_loop[0], by_loop[-1]))
     assert last > 1.2 * first
+
+
+@pytest.mark.parametrize("kind", [int, bool, torch.tensor, lambda x: torch.tensor(x, dtype=torch.float64)])
+def test_rewards_of_any_type_count_as_their_floats(kind):
+    """Two rollouts: a critic reads the rewards of the first one in the second."""
+
+    def trained(change):
+        model = llama()
+        torch.manual_seed(0)
+        loop.ppo(model, tokenizer(), PROMPTS[:4], lambda texts: change([len(x) % 2 for x in texts]), 2, 4)
+        return [x.clone() for x in model.parameters() if x.requires_grad]
+
+    def change(scores):
+        return [kind(x) for x in scores] if isinstance(kind, type) else kind(scores)
+
+    expected = trained(lambda scores: [float(x) for x in scores])
+    assert expected and all(map(torch.equal, trained(change), expected))
+
+
+@pytest.mark.parametrize(
+    ("scores", "got"),
+    [
+        ([1.0, math.nan], r"got \[1.0, nan\]"),
+        ([1.0, -math.inf], r"got \[1.0, -inf\]"),
+        ([1e39, 1.0], r"got \[inf, 1.0\]"),
+        (1.0, "got 1.0"),
+        ([1.0], r"got \[1.0\]"),
+        ([1.0] * 3, r"got \[1.0, 1.0, 1.0\]"),
+        ([[1.0], [2.0]], r"got \[\[1.0\], \[2.0\]\]"),
+    ],
+)
+def test_loop_trains_on_a_finite_reward_per_completion_only(scores, got):
+    with pytest.raises(ValueError, match=rf"`reward` must return a finite number for each of 2 completions, {got}"):
+        loop.ppo(llama(), tokenizer(), PROMPTS[:2], lambda texts: scores, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "got"),
+    [
+        (PROMPTS[:3], "got 3 of at least 1"),
+        (PROMPTS[:1], "got 1 of at least 1"),
+        ([], "got 0 of at least 0"),
+        (["w1", ""], "got 2 of at least 0"),
+    ],
+    ids=str,
+)
+def test_loop_needs_an_even_number_of_texts(prompts, got):
+    with pytest.raises(ValueError, match=rf"`prompts` must be an even number of texts, .*{got}"):
+        loop.ppo(llama(), tokenizer(), prompts, lambda texts: [1.0] * len(texts), 1, 4)
+
+
+def test_loop_needs_an_eos():
+    without = tokenizer()
+    without.eos_token = None
+    with pytest.raises(ValueError, match=r"`tokenizer.eos_token` must be set, got None"):
+        loop.ppo(llama(), without, PROMPTS[:2], lambda texts: [1.0] * len(texts), 1, 4)
 
 
 def test_loop_is_short():
