@@ -68,8 +68,10 @@ def read_run(directory: str | os.PathLike) -> Run:
     # 1. Entries that count. What follows the last line break is still being written.
     path, entries = Path(directory, RUN_LOG), list[dict[str, Any]]()
     for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else []:
-        with suppress(ValueError):  # the run was killed while it wrote
+        with suppress(ValueError, RecursionError):  # the run was killed while it wrote
             entry = json.loads(line)
+            if not isinstance(entry, dict) or "kind" not in entry:
+                continue
             if entry["kind"] == "run":
                 # A resumed run logs later steps again. A run from step 0 replaces an earlier run in this directory.
                 entries = [earlier for earlier in entries if 0 < entry["step"] >= earlier["step"]]

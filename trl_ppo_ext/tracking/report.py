@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
 from markupsafe import Markup, escape
 from pandas import Series
 
+from ..redaction import shortened
 from .advice import judge, number
-from .reading import CREDIT, read_run, smooth
+from .reading import CREDIT, RUN_LOG, read_run, smooth
 
 try:
     from bokeh.embed import json_item
@@ -106,7 +107,23 @@ def draw_all(curves: dict[str, Series]) -> dict[str, list[dict[str, Any]]]:
 
 
 def write_report(directory: str | os.PathLike, output: str | os.PathLike) -> Path:
-    """Write the report of a run."""
+    """Write the report of a run; raise a `ValueError` for a log that is damaged, or of another program."""
+    try:
+        page = _page(directory)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, UndefinedError) as error:
+        cause = f"{type(error).__name__}: {shortened(error)}"
+        raise ValueError(
+            f"`{Path(directory, RUN_LOG)}` must be the log of a run of this package, but has entries of another form "
+            f"({cause}); restore it, or pass the `output_dir` of another run."
+        ) from error
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8", errors="replace", newline="\n")
+    return path
+
+
+def _page(directory: str | os.PathLike) -> str:
+    """The report of a run as HTML."""
     run = read_run(directory)
     loader = PackageLoader("trl_ppo_ext.tracking")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
@@ -121,7 +138,7 @@ def write_report(directory: str | os.PathLike, output: str | os.PathLike) -> Pat
 
     # evenly over the steps, with the first and the last
     places = np.linspace(0, len(run.sheets) - 1, min(len(run.sheets), MOST_SHEETS)).round().astype(int)
-    page = environment.get_template("page.html").render(
+    return environment.get_template("page.html").render(
         run=run,
         judgement=judge(run),
         sections=draw_all(run.curves),
@@ -131,7 +148,3 @@ def write_report(directory: str | os.PathLike, output: str | os.PathLike) -> Pat
         nonce=secrets.token_urlsafe(),  # the browser runs only scripts with it, and logged text cannot guess it
         now=datetime.now(UTC).timestamp(),
     )
-    path = Path(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8", errors="replace", newline="\n")
-    return path
