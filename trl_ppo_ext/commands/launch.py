@@ -199,6 +199,10 @@ def _read_config(path: str) -> dict[str, Any]:
     variables = config.pop("env", None) or {}
     if not isinstance(variables, dict):
         raise ValueError(f"`env` must be a mapping of environment variables, got {shown('env', variables)}.")
+    for name in variables:
+        if re.fullmatch(r"(?i)(http|https|all)_proxy", str(name)):
+            remedy = "export it in the shell, if the proxy may read keys and prompts"
+            raise ValueError(f"`env` of a config file must not set `{name}`, through which keys could pass; {remedy}.")
     if variables and os.environ.get("RANK", "0") == "0":
         listed = shortened(", ".join(map(str, variables)))
         print(f"The config file sets these environment variables: {listed}", file=sys.stderr)

@@ -444,3 +444,20 @@ def test_help_lists_our_fields_first_and_names_those_of_the_trainer(capsys):
         assert not [option for option in expected if option not in group.replace("\n", " \n")]
     names = {entry.name for entry in fields(TrainingArguments)} - PPOConfig.__annotations__.keys()
     assert names <= set(re.findall(r"\w+", inherited))
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTPS_PROXY", "All_Proxy"])
+def test_config_file_sets_no_proxy(there, capsys, monkeypatch, name):
+    """Keys of servers over http would pass through it, and prompts."""
+    monkeypatch.delenv(name, raising=False)
+    (there / "proxy.yaml").write_text(f"env:\n  {name}: http://elsewhere:3128\n")
+    assert cli.main(["train", "--config", "proxy.yaml"]) == 2
+    assert f"`env` of a config file must not set `{name}`, through which keys" in capsys.readouterr().err
+    assert name not in os.environ
+
+
+def test_config_file_may_name_hosts_without_a_proxy(there, capsys, monkeypatch):
+    monkeypatch.setenv("no_proxy", "")
+    (there / "proxy.yaml").write_text("env:\n  no_proxy: localhost\n")
+    cli.main(["train", "--config", "proxy.yaml"])
+    assert "must not set" not in capsys.readouterr().err
