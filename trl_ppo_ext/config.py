@@ -315,8 +315,17 @@ class PPOConfig(TRLFields, TrainingArguments):
     def __post_init__(self):
         self._read_mappings()
         check_types(self)
+        micro_batches, size = self.steps_per_generation, self.generation_batch_size
         with applied(self):
             self._finish()
+        if micro_batches is not None and size is not None:
+            unit = self.per_device_train_batch_size * self.world_size
+            expected = micro_batches * unit
+            if size != expected:
+                raise ValueError(
+                    f"`steps_per_generation={micro_batches}` makes a rollout of {expected} completions, and "
+                    f"`generation_batch_size` is {size}; remove one of the two."
+                )
 
     def _read_mappings(self) -> None:
         """Read the JSON of mappings from text; raise for other text."""

@@ -95,6 +95,13 @@ def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
         ({"total_episodes": 100, "max_steps": 1}, r"`max_steps` is 1"),
         ({"epsilon": -0.2}, r"`cliprange` must be above 0, got -0.2. `epsilon` sets `cliprange`"),
         ({"delta": 1.1}, r"`delta` must be at least 1 \+ the upper clip range \(0.2\), got 1.1"),
+        *[
+            (
+                {"steps_per_generation": 4, "generation_batch_size": size},
+                rf"`steps_per_generation=4` makes a rollout of 32 .*`generation_batch_size` is {size}; remove one",
+            )
+            for size in (64, 128, 320)
+        ],
         ({"steps_per_generation": 6, "gradient_accumulation_steps": 4}, r"multiple or a divisor of .*\(4\), got 6"),
         ({"kl_penalty": "mse"}, r"`kl_penalty` must be 'kl' .*set `kl_estimator`; 'mse' is 'k2'"),
         ({"loss_type": "cispo"}, r"`loss_type` must be one of 'dapo', .*got 'cispo' .*clipped loss"),
