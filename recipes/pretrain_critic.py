@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ USEFUL = 0.1  # explained variance of a critic that is worth starting from
 def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[str, float]:
     """Train only the critic, on rollouts of the frozen policy, and save it.
 
-    The policy stays frozen afterwards, so build another trainer for the run that starts from the critic.
+    The policy stays frozen afterwards, and the trainer trains no more: build another one that starts from the critic.
 
     Args:
         trainer ([`PPOTrainer`]): Trainer of the run, not trained yet.
@@ -53,6 +53,7 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
     trainer.train()
     numbers["explained_variance_after"] = explained_variance(trainer, rollouts)
     numbers["steps"] = trainer.state.global_step
+    trainer.train = refuse_to_train
     weights = actor_critic.trained_weights()  # all processes gather sharded ones
     if trainer.is_world_process_zero():
         directory = output_dir or str(trainer.args.output_dir)
@@ -61,6 +62,12 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
         about = {"base_model": base, "rewards": rewards, "gamma": trainer.args.gamma} | numbers
         Path(directory, CRITIC_NUMBERS).write_text(json.dumps(about, indent=2) + "\n")
     return numbers
+
+
+def refuse_to_train(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise: the optimizer of a pretrained critic has no weights of the policy."""
+    needed = "a new trainer with `critic_init`, after `pretrain_critic` has frozen the policy of this one"
+    raise RuntimeError(f"`train` needs {needed}; build one.")
 
 
 def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Samples]]) -> float:

@@ -466,3 +466,12 @@ def test_datasets_are_passed_by_split(built, there):
     given = built(script_args={"dataset_test_split": "other"}, args=evaluating, dataset=made, callbacks=["mine"])
     assert given["eval_dataset"] is made["other"] and given["callbacks"] == ["mine"]
     assert built(script_args={"monitor_funcs": ["gpt2", "./policy"]})["monitor_funcs"] == ["gpt2", "./policy"]
+
+
+def test_trainer_of_a_pretrained_critic_trains_no_frozen_policy(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "HELD_OUT", 8)
+    run = trainer(tmp_path, max_steps=1)
+    pretrain_critic(run)
+    with pytest.raises(RuntimeError, match="`train` needs a new trainer with `critic_init`"):
+        run.train(resume_from_checkpoint=False)
+    assert run.evaluate(prompts(2))["eval_reward"]  # what does not train still works
