@@ -25,8 +25,9 @@ from transformers import (
 )
 from transformers.training_args import OptimizerNames
 
-from .arguments import as_list
+from .arguments import as_list, context_of
 from .config import PPOConfig
+from .data import prompt_limit
 from .modeling.critics import SIDE_WIDTH, side_layers
 from .modeling.loading import add_policy_adapter, compute_dtype, default_peft_config, hub_kwargs, model_kwargs
 from .modeling.logprobs import CHUNK_LOGITS
@@ -203,7 +204,7 @@ def estimate_memory(
     monitor_funcs: Any = None,
     quantization_config: BitsAndBytesConfig | None = None,
     peft_config: PeftConfig | str | None = None,
-    prompt_length: int = PROMPT_LENGTH,
+    prompt_length: int | None = None,
     device: str = "cuda",
 ) -> MemoryEstimate:
     """Estimate the memory of a run on one process, by phase and part. Only configs are read, no weights.
@@ -215,7 +216,7 @@ def estimate_memory(
         monitor_funcs: As of [`PPOTrainer`].
         quantization_config: As of [`PPOTrainer`].
         peft_config: As of [`PPOTrainer`].
-        prompt_length (`int`, *optional*, defaults to `512`): Tokens of the longest prompt.
+        prompt_length (`int`, *optional*): Tokens of the longest prompt. Defaults to 512, or what the context leaves.
         device (`str`, *optional*, defaults to `"cuda"`): `"cuda"` or `"cpu"`.
 
     Returns:
@@ -238,6 +239,14 @@ def estimate_memory(
     for name, (value, values) in supported.items():
         if value not in values:
             raise ValueError(f"`{name}` must be {' or '.join(map(str, values))} to be estimated, got {value}.")
+
+    room = prompt_limit(args.max_completion_length, context_of(config.get_text_config())[0], args.max_prompt_length)
+    prompt_length = min(PROMPT_LENGTH, room) if prompt_length is None else prompt_length
+    if prompt_length > room:
+        raise ValueError(
+            f"`prompt_length` must be at most {room}, what the model's context leaves beside "
+            f"`max_completion_length={args.max_completion_length}`, or `max_prompt_length`, got {prompt_length}."
+        )
 
     # 2. Read sizes of models and adapters. Functions, judges and remote rewards take no memory.
     remote_code = {"trust_remote_code": located["trust_remote_code"]}

@@ -18,7 +18,9 @@ class EstimateConfig(PPOConfig):
     """[`PPOConfig`] of a run on another machine, which may have a GPU."""
 
     memory: float | None = HfArg(default=None, help="Memory of the device in GiB, e.g. 24.")
-    prompt_length: int = HfArg(default=PROMPT_LENGTH, help="Tokens of the longest prompt.")
+    prompt_length: int | None = HfArg(
+        default=None, help=f"Tokens of the longest prompt (default: {PROMPT_LENGTH}, or what the context leaves)."
+    )
     num_processes: int = HfArg(default=1, help="World size of the run.")
 
     def __post_init__(self):

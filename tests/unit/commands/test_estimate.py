@@ -139,6 +139,10 @@ def test_estimate_command_reads_the_file_of_a_run(large, tmp_path, monkeypatch):
     [
         (("--memory", "0"), "`memory` must be above 0"),
         (("--prompt_length", "0"), "`prompt_length` must be above 0"),
+        # a context of 2,048 tokens
+        (("--prompt_length", "1921"), "`prompt_length` must be at most 1920, what the model's context leaves"),
+        (("--prompt_length", "65", "--max_prompt_length", "64"), "`prompt_length` must be at most 64, what"),
+        (("--max_completion_length", "2048"), "max_completion_length=2048 leaves no room for a prompt"),
         (("--optim", "adafactor"), "`optim` must be adamw_torch or"),
         (("--attn_implementation", "eager"), "to be estimated, got eager"),
         (("--dtype", "float32"), "`dtype` must be bfloat16 or float16 to be estimated, got float32"),
@@ -202,3 +206,13 @@ def test_saved_quantization_is_estimated(tmp_path):
     other = LlamaConfig(num_hidden_layers=1, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(ValueError, match="quantization by bitsandbytes"):
         estimate_memory(other, config(tmp_path))
+
+
+@pytest.mark.parametrize("length, expected", [(None, 64), (64, 64), (30, 30)])
+def test_longest_prompt_is_what_the_context_leaves(tmp_path, length, expected):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    args = config(tmp_path, max_completion_length=192)
+    base = LlamaConfig(**sizes, vocab_size=100, max_position_embeddings=256)
+    assert estimate_memory(base, args, prompt_length=length, device="cpu").prompt_length == expected
+    wide = LlamaConfig(**sizes, vocab_size=100, max_position_embeddings=4096)
+    assert estimate_memory(wide, args, prompt_length=length, device="cpu").prompt_length == (length or 512)
