@@ -592,3 +592,25 @@ def test_kl_in_the_loss_goes_with_rewards_normalized_apart(tmp_path):
 def test_settings_that_contradict_the_critic_raise(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "pretrained"])
+@pytest.mark.parametrize("kind", ["side", "head", "adapter"])
+def test_critic_of_another_gamma_is_no_start(tmp_path, source, kind):
+    """Its values are of returns that discount otherwise."""
+    settings = {"critic": kind, "max_steps": 1}
+    saved = trainer(tmp_path / "saved", gamma=0.9, **settings)
+    saved.save_model()
+    if source == "pretrained":
+        (tmp_path / "saved" / "ppo_state.json").unlink()
+        (tmp_path / "saved" / "critic.json").write_text('{"gamma": 0.9}')
+    given = settings | {"critic_init": str(tmp_path / "saved")}
+    with pytest.raises(ValueError, match=r"`critic_init=.*` predicts returns of `gamma=0.9`, and .* 1.0; set `gamma"):
+        trainer(tmp_path / "other", **given)
+
+
+def test_record_of_a_critic_that_cannot_be_read_is_named(tmp_path):
+    trainer(tmp_path / "saved", critic="side").save_model()
+    (tmp_path / "saved" / "ppo_state.json").write_text("{")
+    with pytest.raises(ValueError, match=r"ppo_state.json` cannot be read"):
+        trainer(tmp_path / "other", critic="side", critic_init=str(tmp_path / "saved"))

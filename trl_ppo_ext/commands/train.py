@@ -84,7 +84,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     check_trackers(args.report_to)
     check_target(str(args.output_dir), name)
     if (start := args.critic_init) is not None:
-        read_critic(start, args.critic, name, args.reward_label)
+        read_critic(start, args.critic, name, args.reward_label, args.gamma)
     named = tokenizer_name(name, arguments["peft_config"])
     prompts = read_prompts(name, named, None, args, environments, datasets["train_dataset"], datasets["eval_dataset"])
     if not PartialState().is_main_process:

@@ -22,6 +22,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 VALUE_HEAD = "value_head.safetensors"
 CRITIC_FOLDER = "critic"
+STATE = "ppo_state.json"  # the run's state besides weights, with its settings
 CRITIC_NUMBERS = "critic.json"  # next to a pretrained critic: its training and its explained variance
 SAMPLED_WEIGHTS = 16  # per tensor, in a digest
 SCORE_HEADS = ("score", "classifier")
@@ -167,8 +168,27 @@ def kind_of_critic(head: dict[str, Tensor], has_adapter: bool) -> str:
     return "adapter" if has_adapter else "side" if {"first.weight", "inputs.weight"} & {*head} else "head"
 
 
+def check_gamma(path: str, gamma: float) -> None:
+    """Raise an error for a critic of returns with another discount factor, if its folder records it."""
+    for name in (CRITIC_NUMBERS, STATE):
+        file = find_file(path, name)
+        if file is None:
+            continue
+        try:
+            record = json.loads(Path(file).read_text())
+            trained_with = record.get("settings", record).get("gamma")
+        except (OSError, ValueError, AttributeError) as error:
+            raise _damaged(file, error) from error
+        if trained_with not in (None, gamma):
+            raise ValueError(
+                f"`critic_init={path!r}` predicts returns of `gamma={trained_with}`, and `gamma` is {gamma}; set "
+                f"`gamma={trained_with}`, or pretrain another."
+            )
+        return
+
+
 def read_critic(
-    path: str, critic: str, base: str, label: int | str | list | None = None
+    path: str, critic: str, base: str, label: int | str | list | None = None, gamma: float | None = None
 ) -> tuple[dict[str, Tensor], AdapterFiles | None]:
     """Read the value head that `critic_init` names, and the critic's adapter if it has one."""
     head_file = find_file(path, VALUE_HEAD)
@@ -179,6 +199,8 @@ def read_critic(
         if kind != critic:
             kinds = f"a critic of the kind {kind!r}, and `critic` is {critic!r}"
             raise ValueError(f"`critic_init={path!r}` holds {kinds}; set `critic={kind!r}`, or pretrain another.")
+        if gamma is not None:
+            check_gamma(path, gamma)
         files = read_adapter(path, CRITIC_FOLDER) if kind == "adapter" else None
         # without an adapter of its own, the policy next to the head names the base, or the record of its training
         config = read_adapter_config(path) if files is None else files.config

@@ -229,7 +229,7 @@ def load_actor_critic(
     # 2. the critic's adapter: of the policy's config, or of the one it starts from
     critic, start = args.critic, args.critic_init
     if start is not None:
-        saved_head, files = read_critic(start, critic, policy.config._name_or_path, args.reward_label)
+        saved_head, files = read_critic(start, critic, policy.config._name_or_path, args.reward_label, args.gamma)
     if critic == "adapter":
         critic_adapter = add_adapter(policy, "critic", config if files is None else files.config)
 
