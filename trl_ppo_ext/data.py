@@ -398,8 +398,8 @@ def weighted_rows(curriculum: Callable, played: Tensor, plan: BatchPlan, seed: i
         weights, is_valid = returned, False
     if not is_valid:
         raise ValueError(
-            f"`curriculum` must return a weight of at least 0 for each of the {len(episodes)} rows, and not only zeros, "
-            f"got {type(returned).__name__}: {shortened(weights)}."
+            f"`curriculum` must return a weight of at least 0 for each of the {len(episodes)} rows, and not only "
+            f"zeros, got {type(returned).__name__}: {shortened(weights)}."
         )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(weights), generator=generator)  # neighbors may be alike, and are drawn evenly

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import HFValidationError
-from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, TaskType, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
@@ -101,6 +101,11 @@ def _starting_config(model: Any, peft_config: Any) -> Any:
     if isinstance(model, PeftModel):
         if peft_config is not None:
             raise ValueError("`peft_config` must be None when `model` has an adapter; or pass the base model.")
+        if len(model.active_adapters) > 1:
+            raise ValueError(
+                f"`model` must have one active adapter, the policy, got {model.active_adapters}; call "
+                "`model.set_adapter(name)`, or merge the others into the base and save it."
+            )
         return model.active_peft_config
     if not isinstance(model, str) and any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         remedy = "pass the base and the adapter's path as `peft_config`; after another trainer, `unload()` its model"
@@ -190,6 +195,11 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
         policy = PeftModel.from_pretrained(model, peft_config, is_trainable=True)
     else:
         config = peft_config or default_peft_config()
+        if config.task_type != TaskType.CAUSAL_LM:  # by which a reload chooses its class
+            if config.task_type is not None:
+                logger.warning("`task_type=%s` of `peft_config` is set to CAUSAL_LM.", config.task_type)
+            config = copy(config)
+            config.task_type = TaskType.CAUSAL_LM
         for name, rate in vars(config).items():
             if "dropout" in name and rate:
                 logger.warning("`%s=%s` of `peft_config` is set to 0: log-probs must be repeatable.", name, rate)
@@ -198,6 +208,11 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
         adapter_parameters(policy, policy.active_adapter)
     except (KeyError, ValueError) as error:
         kind = policy.active_peft_config.peft_type
+        if getattr(policy.active_peft_config, "ensure_weight_tying", False):
+            raise ValueError(
+                "`ensure_weight_tying=True` of `peft_config` adapts the output projection with the embedding; remove "
+                "it."
+            ) from error
         raise ValueError(f"{kind} saves other tensors than its trained weights; use `LoraConfig`.") from error
     if isinstance(policy.get_output_embeddings(), BaseTunerLayer | AuxiliaryTrainingWrapper):
         remedy = (
