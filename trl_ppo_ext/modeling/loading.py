@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from copy import copy
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -191,6 +192,9 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
     is_trained = isinstance(model, PeftModel) or isinstance(peft_config, str)
     if isinstance(model, PeftModel):
         policy = model
+        # the user's own save must not publish the adapters of other roles, which are added later
+        own = [*policy.peft_config]
+        policy.save_pretrained = partial(policy.save_pretrained, selected_adapters=own)
     elif isinstance(peft_config, str):
         policy = PeftModel.from_pretrained(model, peft_config, is_trainable=True)
     else:

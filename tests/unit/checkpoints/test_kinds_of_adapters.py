@@ -62,6 +62,21 @@ def test_plain_reload_has_the_logits_of_the_policy(base, tmp_path, kind):
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved")), expected)
 
 
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_own_save_of_a_model_publishes_no_other_role(base, tmp_path, name):
+    """A `PeftModel` that was passed as `model` gets the adapters of reference and critic."""
+    _, path = base
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), lora(init_lora_weights=False), name)
+    run = trainer(tmp_path / "run", model=model, critic="adapter", max_steps=2, learning_rate=3e-2)
+    run.train()
+    assert {"reference", "critic"} < {*model.peft_config}
+    model.save_pretrained(tmp_path / "own")
+    folders = sorted(file.parent for file in (tmp_path / "own").rglob("adapter_config.json"))
+    assert folders == [tmp_path / "own" if name == "default" else tmp_path / "own" / name]
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), folders[0])
+    torch.testing.assert_close(logits(loaded), logits(run.model), atol=1e-6, rtol=0)
+
+
 def test_two_active_adapters_are_refused(base, tmp_path):
     _, path = base
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), lora())
