@@ -218,6 +218,13 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
                 "it."
             ) from error
         raise ValueError(f"{kind} saves other tensors than its trained weights; use `LoraConfig`.") from error
+    text_config = policy.config.get_text_config()
+    if text_config.tie_word_embeddings and isinstance(policy.get_input_embeddings(), BaseTunerLayer):
+        logger.warning(
+            "The adapter is on the embedding, whose weight is the output projection, too: publish the adapter, since "
+            "`merge_and_unload` changes both, and the merged model has other logits; or use a base without tied "
+            "weights."
+        )
     if isinstance(policy.get_output_embeddings(), BaseTunerLayer | AuxiliaryTrainingWrapper):
         remedy = (
             "remove `lm_head` from `target_modules` and `modules_to_save`, or `trainable_token_indices` of tied ones"

@@ -6,6 +6,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from runs_of_tiny import trainer
 from tiny import llama, qwen2, tokenizer
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 KINDS = {
@@ -75,6 +76,13 @@ def test_own_save_of_a_model_publishes_no_other_role(base, tmp_path, name):
     assert folders == [tmp_path / "own" if name == "default" else tmp_path / "own" / name]
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), folders[0])
     torch.testing.assert_close(logits(loaded), logits(run.model), atol=1e-6, rtol=0)
+
+
+def test_adapter_on_a_tied_embedding_says_that_it_cannot_be_merged(base, tmp_path, caplog, monkeypatch):
+    build, path = base
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    trainer(tmp_path / "run", model=path, peft_config=lora(target_modules=["embed_tokens", "q_proj"]))
+    assert ("`merge_and_unload` changes both" in caplog.text) == (build is qwen2)
 
 
 def test_two_active_adapters_are_refused(base, tmp_path):
