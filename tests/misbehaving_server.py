@@ -107,6 +107,13 @@ class Misbehaving(BaseHTTPRequestHandler):
             self.wfile.write(b" ")
             time.sleep(0.05)
 
+    def floods(self):
+        self.send_response(200)
+        self.end_headers()
+        self.close_connection = True
+        for _ in range(750):
+            self.wfile.write(b" " * 2**20)
+
     def numberless(self):
         self.reply(self.answer("I would rather not say."))
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ..concurrency import started
 from ..redaction import is_local, read_key, redacted, without_key
+from ..rewards.answers import LIMIT, MOST_BYTES, AnswerError, limit_answer
 from .engine import Request, Sampled, VLLMError
 
 try:
@@ -26,6 +27,7 @@ CONCURRENCY = 64  # requests at a time of each process
 PAUSE = 1.0  # seconds between two attempts
 LIFE = 10.0  # seconds after which a server that has not answered yet must show that it runs
 TOKENS = 2**31  # more than any vocabulary has
+BYTES_PER_TOKEN = 1024  # of an answer, at most: id, text and log-prob take about a hundred
 SLOWEST = 1.0  # seconds per token of a completion, for a server that runs
 UNAVAILABLE = (429, 502, 503, 504)  # while it starts, or is overloaded
 # the engine died, e.g. for want of memory, or the server shuts down and answers with the tokens so far
@@ -126,6 +128,7 @@ class VLLMServer:
                 limits=httpx2.Limits(max_connections=None),  # each slot also asks whether the server runs
                 verify=TLS,
                 trust_env=not is_local(self.url),
+                event_hooks={"response": [limit_answer]},
             ) as client:
                 return await action(client)
 
@@ -136,8 +139,10 @@ class VLLMServer:
     ) -> httpx2.Response:
         """Answer to a request, which is repeated while the server cannot be reached or starts."""
         start = alive = time.monotonic()
+        tokens = (body or {}).get("n", 1) * (body or {}).get("max_tokens", 0)
+        limit = {LIMIT: MOST_BYTES + BYTES_PER_TOKEN * tokens}
         while True:
-            request = asyncio.create_task(client.request(method, path, json=body))
+            request = asyncio.create_task(client.request(method, path, json=body, extensions=limit))
             try:
                 # a server that is shut down never answers, nor hangs up; a proxy may answer some requests only
                 while not (await asyncio.wait([request], timeout=min(LIFE, self.timeout)))[0]:
@@ -146,6 +151,8 @@ class VLLMServer:
                     if time.monotonic() > alive + self.timeout:
                         raise TimeoutError("it runs, but does not answer this request")
                 answer = request.result()
+            except AnswerError as error:
+                raise VLLMError(f"{self.name} is not a vLLM server that fits the run: {error}") from error
             except (httpx2.RequestError, TimeoutError) as error:
                 cause = f"{type(error).__name__}: {error}".rstrip(": ")
             else:

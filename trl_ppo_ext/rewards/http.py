@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ..data import as_text
 from ..redaction import is_local, read_key, without_key
+from .answers import limit_answer
 from .scoring import RewardError, ScoringBatch
 
 try:
@@ -84,7 +85,9 @@ class HttpReward:
             base_url=self.url,
             timeout=httpx2.Timeout(self.timeout, connect=min(10.0, self.timeout)),  # a host that is up accepts at once
             max_retries=self.max_retries,
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_local(self.url)),
+            http_client=openai.DefaultAsyncHttpxClient(
+                trust_env=not is_local(self.url), event_hooks={"response": [limit_answer]}
+            ),
         ) as client:
             return await asyncio.gather(*map(post, range(len(batch))))
 

@@ -567,3 +567,37 @@ def test_invalid_address_raises_without_its_password(tmp_path, url):
     with pytest.raises(ValueError, match=message) as raised:
         PPOConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
     assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions"])
+def test_answer_longer_than_its_tokens_is_not_read(server, tmp_path, path):
+    """Of 750 MiB some are read: as many as the tokens that were asked for could take."""
+    sent = []
+
+    async def flood():
+        for _ in range(750):
+            sent.append(2**20)
+            yield b" " * 2**20
+
+    loaded = client(server)
+    loaded.load("run-1", adapter(tmp_path / "run-1"))
+    server.failures = {path: [StreamingResponse(flood())]}
+    with pytest.raises(
+        VLLMError, match=rf"{server.url} is not a vLLM server that fits .* at most \d+ bytes, .*got more"
+    ):
+        client(server) if path == "/v1/models" else loaded.sample("run-1", REQUESTS[:1])
+    assert len(sent) < 750
+
+
+def test_answer_as_long_as_its_tokens_need_is_read(server, loaded):
+    """Logprobs of many tokens, with their texts."""
+    complete = server.completions
+    request = Request([4], 2, 1, 40_000)
+    assert vllm_server.BYTES_PER_TOKEN * 80_000 > 60 * 2**20 > vllm_server.MOST_BYTES
+
+    def long(body):
+        answer = json.loads(complete(body).body)
+        return JSONResponse(answer | {"text": "x" * (60 * 2**20)})
+
+    server.completions = long
+    assert len(loaded.sample("run-1", [request])[0]) == 2

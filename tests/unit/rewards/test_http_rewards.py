@@ -114,6 +114,7 @@ CAUSES = {
     "silent": (2, "APITimeoutError: Request timed out.* raise timeout=0.5"),
     "half_json": (1, "ValueError: it answered in an unknown form"),
     "hangs_up": (2, "APIConnectionError: Connection error.* Check that the server runs"),
+    "floods": (1, "AnswerError: The server.s answer must have at most 16777216 bytes.* check the address"),
     "another_shape": (1, r'ValueError: it answered in an unknown form: \["hello"\]'),
 }
 JUDGED = {
