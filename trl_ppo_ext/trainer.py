@@ -166,6 +166,7 @@ class PPOTrainer(Trainer):
         if args.process_index == 0:
             warn_of_missing_names()
         files.check_target(args.output_dir, model_id)
+        files.check_links(args.output_dir)
         if args.push_to_hub:
             is_main = args.process_index == 0
             distributed.on_every_rank(partial(hub.create_repository, args), hub.PushError, runs=is_main)

@@ -219,3 +219,14 @@ def test_checkpoint_has_what_is_due_at_the_end_of_its_epoch(tmp_path, save):
     )
     assert [entry["step"] for entry in first["log_history"]] == [4, 4]
     assert [entry["step"] for entry in last["log_history"]] == [4, 4, 8, 8]
+
+
+@pytest.mark.parametrize("name", [".vllm", ".answers"])
+def test_link_whose_target_would_be_emptied_is_named(tmp_path, name):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(ValueError, match=rf"`output_dir` must not have a link `{name}`, got .*precious`; remove the"):
+        trainer(tmp_path / "run")
+    assert (tmp_path / "precious" / "thesis").exists()

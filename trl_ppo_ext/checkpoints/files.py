@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from ..config import PPOConfig
 from ..data import TOKEN_COLUMNS, spread_indices
 from ..distributed import uses_fsdp
+from ..episodes.record import ANSWERS
+from ..episodes.vllm import SERVED
 from ..modeling import ActorCritic
 from ..modeling.adapters import (
     ADAPTER_CONFIG,
@@ -46,6 +48,17 @@ def check_target(directory: str, base: str) -> None:
     if os.path.isdir(base) and os.path.isdir(directory) and os.path.samefile(directory, base):
         needed = "must not be the base model's own directory, which could not be loaded with an adapter in it"
         raise ValueError(f"`output_dir` {needed}, got `{directory}`; use another one.")
+
+
+def check_links(output_dir: str) -> None:
+    """Raise a `ValueError` for a link in place of a folder whose files a run deletes."""
+    for name in (SERVED, ANSWERS):
+        path = os.path.join(output_dir, name)
+        if os.path.islink(path):
+            raise ValueError(
+                f"`output_dir` must not have a link `{name}`, got `{path}` to `{os.path.realpath(path)}`; remove the "
+                "link, or use another directory."
+            )
 
 
 # ---- adapters and critic ----

@@ -13,7 +13,7 @@ from transformers.hf_argparser import HfArg
 
 from ..arguments import check_trainer_arguments, read_prompts, tokenizer_name
 from ..checkpoints.atomic import checkpoints
-from ..checkpoints.files import CheckpointError, check_target
+from ..checkpoints.files import CheckpointError, check_links, check_target
 from ..config import PPOConfig
 from ..data import PROMPT_IDS, prompt_limit
 from ..episodes import Environments
@@ -83,6 +83,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     )
     check_trackers(args.report_to)
     check_target(str(args.output_dir), name)
+    check_links(str(args.output_dir))
     if (start := args.critic_init) is not None:
         read_critic(start, args.critic, name, args.reward_label, args.gamma)
     named = tokenizer_name(name, arguments["peft_config"])
