@@ -56,7 +56,10 @@ class Episode:
         """Begin an episode with a row of the dataset."""
         columns = {name: x for name, x in row.items() if name not in {"prompt", *TOKEN_COLUMNS}}
         others = {role: row[name] for role, name in OTHER_PROMPT_IDS.items() if name in row}
-        return cls(without_none(row["prompt"]), row[PROMPT_IDS], others, columns)
+        prompt = row["prompt"]
+        if not isinstance(prompt, str):
+            prompt = without_none(prompt)
+        return cls(prompt, row[PROMPT_IDS], others, columns)
 
     @property
     def ids(self) -> list[int]:
