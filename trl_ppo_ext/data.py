@@ -292,8 +292,8 @@ def tokenize_prompts(
     kinds: set[type] = set()  # of the prompts so far
     is_stream = isinstance(dataset, IterableDataset)
     if not is_stream:  # outside of `map`, which a cache may skip
-        for index in spread_indices(len(dataset), CHECKED_FOR_DELIMITERS):
-            _warn_of_delimiters(dataset[index]["prompt"], name, tokenizer, chat_template_kwargs)
+        for prompt in dataset.select(spread_indices(len(dataset), CHECKED_FOR_DELIMITERS))["prompt"]:
+            _warn_of_delimiters(prompt, name, tokenizer, chat_template_kwargs)
 
     def encode_row(row: dict) -> dict[str, list]:
         prompt = row.get("prompt")

@@ -31,7 +31,7 @@ from .data import prompt_limit
 from .modeling.critics import SIDE_WIDTH, side_layers
 from .modeling.loading import add_policy_adapter, compute_dtype, default_peft_config, hub_kwargs, model_kwargs
 from .modeling.logprobs import CHUNK_LOGITS
-from .rewards import RewardAdapter
+from .rewards import ProcessReward, RewardAdapter
 
 PROMPT_LENGTH = 512
 GIB = 2**30
@@ -256,9 +256,10 @@ def estimate_memory(
             reward_config = PeftConfig.from_pretrained(reward.path)
             reward_config.modules_to_save = None  # the score head, which is counted apart
             rewards.append(adapter_sizes(base, reward_config))
-        elif isinstance(reward, str):
+        elif isinstance(reward, str | ProcessReward):
+            model_id = reward if isinstance(reward, str) else reward.model
             loaded_as = {None: None, "none": None, "int8": "int8"}.get(args.reward_quantization, "4bit double")
-            classifier = on_meta(AutoConfig.from_pretrained(reward, **remote_code), True, **remote_code)
+            classifier = on_meta(AutoConfig.from_pretrained(model_id, **remote_code), True, **remote_code)
             rewards.append(model_sizes(classifier, width, loaded_as))
         elif isinstance(reward, PreTrainedModel | PeftModel):  # with an adapter it raises
             rewards.append(model_sizes(cast(PreTrainedModel, reward), reward.dtype.itemsize))

@@ -74,19 +74,25 @@ def protected(texts: Any, tokenizer: PreTrainedTokenizerBase, template: Any = No
     return [protected(x, tokenizer, template, with_tags) for x in texts] if isinstance(texts, list) else texts
 
 
+@lru_cache(8)
+def _delimiters(tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str) -> re.Pattern:
+    """Pattern of the tokens with which the chat template delimits messages."""
+    delimiters = {tokenizer.bos_token, tokenizer.eos_token} - {None, ""}
+    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
+        text = token.content
+        # a prompt may name a tag, e.g. <think>, that is not special
+        if text.strip() and text in template and (token.special or not _TAG.fullmatch(text)):
+            delimiters.add(text)
+    return re.compile("|".join(map(re.escape, sorted(delimiters, key=len, reverse=True))) or "(?!)")
+
+
 def delimiter_in(messages: Sequence[dict], tokenizer: PreTrainedTokenizerBase, template: Any = None) -> str | None:
     """The first delimiter of the chat template that a message of the user spells."""
-    template = str(template or tokenizer.chat_template or "")
-    delimiters = [tokenizer.bos_token, tokenizer.eos_token]
-    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
-        # a prompt may name a tag, e.g. <think>, that is not special
-        if token.content.strip() and (token.special or not _TAG.fullmatch(token.content)):
-            delimiters.append(token.content if token.content in template else None)
+    pattern = _delimiters(tokenizer, len(tokenizer), str(template or tokenizer.chat_template or ""))
     for message in messages:
-        content = str(message.get("content") or "")
-        spelled = [text for text in delimiters if text and text in content]
-        if spelled and message["role"] != "tool":
-            return min(spelled, key=content.index)
+        match = pattern.search(str(message.get("content") or ""))
+        if match is not None and message["role"] != "tool":
+            return match[0]
     return None
 
 

@@ -58,6 +58,7 @@ from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .private_names import warn_of_missing_names
 from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, no_reward, reward_labels
 from .rewards.model import SequenceScorer
+from .rewards.process import ProcessScorer
 from .rewards.scoring import capture_random_state, fixed_seed, function_name, guarded
 from .tracking.completions import check_trackers, completions_table, log_completions, print_completions
 from .tracking.run_log import RunLog, Terminal
@@ -185,15 +186,15 @@ class PPOTrainer(Trainer):
             without_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
             apply_liger_kernel(actor_critic.policy, (args.liger_kernel_config or {}) | without_loss)
         with distributed.loading_unsharded():
-            given_rewards = reward_list
+            of_rewards, of_monitors = reward_labels(args.reward_label, reward_list, monitor_list)
             reward_list = reward_list or ([] if environments.give_rewards else [no_reward])
             reward_list += environments.rewards
             reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
-            of_rewards, of_monitors = reward_labels(args.reward_label, given_rewards, monitor_list)
             rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args, of_rewards)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args, of_monitors)
         check_optimizers(*optimizers, actor_critic)
-        if not args.uses_reference and any(isinstance(x, SequenceScorer) for x in rewards) and args.process_index == 0:
+        has_reward_model = any(isinstance(x, SequenceScorer | ProcessScorer) for x in rewards)
+        if has_reward_model and not args.uses_reference and args.process_index == 0:
             logger.warning("`kl_coef` is 0, and a reward model can be hacked: 0.05 keeps the policy near its base.")
         self._inputs = files.fingerprints(actor_critic, tokenizer, template_kwargs, rewards, train_dataset)
         self._inputs["curriculum"] = curriculum and function_name(curriculum)
@@ -227,8 +228,8 @@ class PPOTrainer(Trainer):
         self.reward_funcs = [x.model if isinstance(x, ClassifierReward) else entry for x, entry in pairs]
         self.tools, self.tokenizer, self.ref_model = environments.tools, tokenizer, None  # as in TRL with an adapter
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
-        own = [x for x in callbacks or () if not getattr(x, "__module__", "").startswith("transformers.")]
-        if not own and type(self) is PPOTrainer:  # the user's may add metrics
+        users = [x for x in callbacks or () if not getattr(x, "__module__", "").startswith("transformers.")]
+        if not users and type(self) is PPOTrainer:  # the user's callbacks and subclasses may add metrics
             check_best_metric(args, eval_dataset, rewards, monitors)
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum)
         self.run_log = RunLog(model_id, self.reward_func_names, [x.name for x in monitors], self.plan)

@@ -1,5 +1,6 @@
 """Invalid input raises with the value, the need and a remedy, before anything is loaded if possible."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -282,6 +283,19 @@ def logs_by_keyword(completion_ids, **kwargs):
     return length_reward(completion_ids)
 
 
+def logging_wrapper(function):
+    @functools.wraps(function)
+    def wrapper(completion_ids, log_metric, **others):
+        log_metric("own", 1.0)
+        return function(completion_ids)
+
+    return wrapper
+
+
+def passes_on(completion_ids, **kwargs):
+    return logs_a_metric(completion_ids, **kwargs)
+
+
 @pytest.mark.parametrize("evaluation", [prompts, lambda: {"easy": prompts(), "hard": prompts()}], ids=["one", "two"])
 @pytest.mark.parametrize("metric", ["eval_rewrad", "loss", "eval_rewards/length/mean", "monitor/x/mean"])
 def test_best_metric_that_no_evaluation_logs_is_refused_before_the_run(tmp_path, metric, evaluation):
@@ -296,7 +310,8 @@ def test_best_metric_that_no_evaluation_logs_is_refused_before_the_run(tmp_path,
             tmp_path, given | {"callbacks": [EarlyStoppingCallback(2)]}, **settings | {"load_best_model_at_end": False}
         )
     build(tmp_path, given | {"reward_funcs": [logs_a_metric]}, **settings)  # it may log it
-    build(tmp_path, given | {"reward_funcs": [logs_by_keyword]}, **settings)
+    for function in (logs_by_keyword, logging_wrapper(length_reward), passes_on):
+        build(tmp_path, given | {"reward_funcs": [function]}, **settings)
     build(tmp_path, given | {"callbacks": [type("Own", (TrainerCallback,), {})()]}, **settings)  # it may add it
     build(tmp_path, given, **settings | {"eval_strategy": "no"})
 

@@ -494,6 +494,14 @@ def chat_trainer(output_dir, turns, reward_funcs=None, **kwargs):
     return run
 
 
+def test_labels_are_those_of_the_given_rewards_beside_an_environments(tmp_path):
+    llama(classifier=True, num_labels=2, vocab_size=259).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    settings = {"reward_label": [1], "reward_quantization": "none", "environment_factory": Calculator}
+    run = chat_trainer(tmp_path / "run", {}, [str(tmp_path / "model")], **settings)
+    assert len(run.roles.rewards) == 2 and run.roles.rewards[0].label == 1
+
+
 def test_run_with_tools_logs_what_trl_logs(tmp_path):
     turns = {
         "Q0": [call("add", number=0), "done"],

@@ -182,15 +182,16 @@ class SettingsChange(NamedTuple):
         return cls(listed, {*listed} - tunable)
 
 
-def check_settings(directory: str, saved: dict[str, Any], current: dict[str, Any], may_change: bool) -> str:
-    """List changed settings; raise [`CheckpointError`] if the resumed run would not be the interrupted one."""
-    changed, refused = SettingsChange.between(saved, current)
+def check_settings(directory: str, saved: dict[str, Any], current: dict[str, Any], may_change: bool) -> SettingsChange:
+    """Compare settings; raise [`CheckpointError`] if the resumed run would not be the interrupted one."""
+    change = SettingsChange.between(saved, current)
+    changed, refused = change
     impossible = changed.keys() & NEVER_CHANGED
     if impossible or (refused and not may_change):
         listed = ", ".join(changed[name] for name in sorted(impossible or refused))
         remedy = "Restore them" if impossible else "Restore them, or set `resume_with_changed_settings=True`"
         raise CheckpointError(f"`{directory}` was saved under other settings: {listed}. {remedy}.")
-    return ", ".join(changed.values())
+    return change
 
 
 def _digest(value: Any) -> str:

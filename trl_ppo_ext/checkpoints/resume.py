@@ -23,7 +23,7 @@ from ..config import LOCK
 from ..distributed import on_every_rank
 from ..episodes.engine import Ahead
 from .atomic import MANIFEST, checkpoints, latest_valid_checkpoint, restore_replaced, verify
-from .files import CheckpointError, SettingsChange, check_settings, load_state, run_settings
+from .files import CheckpointError, check_settings, load_state, run_settings
 
 logger = logging.get_logger(__name__)
 
@@ -147,9 +147,10 @@ def find_checkpoint(
 
     def read() -> dict[str, Tensor]:
         saved, current = load_state(directory)["settings"], run_settings(trainer.args) | trainer._inputs
-        trainer._retuned = check_settings(directory, saved, current, trainer.args.resume_with_changed_settings)
+        change = check_settings(directory, saved, current, trainer.args.resume_with_changed_settings)
+        trainer._retuned = ", ".join(change.listed.values())
         # log-probs, values and rewards of an unfinished rollout are those of the earlier settings
-        trainer._drops_rollout = bool(SettingsChange.between(saved, current).refused)
+        trainer._drops_rollout = bool(change.refused)
         if trainer._retuned and is_writer:
             logger.warning("The run resumes under other settings: %s.", trainer._retuned)
         return load_file(os.path.join(directory, RUN_STATE.format(rank=trainer.accelerator.process_index)))

@@ -189,8 +189,7 @@ class TransformersGenerator(Generator):
         self.reuses = why_not is None
         if why_not is not None and accelerator.is_main_process:
             logger.warning_once(
-                f"Sampling is slower than it could be: rows that ended stay in the batch, and turns are read again, "
-                f"because {why_not}."
+                f"Sampling keeps rows that ended in the batch, and reads earlier turns again, because {why_not}."
             )
         self.leaving = LEAVING if self.reuses and not any(getattr(self.config, x) for x in RESTARTING) else 1
         # one forward of the policy per token; a static cache may be compiled, and guidance runs a second forward
@@ -365,7 +364,7 @@ def why_not_reused(actor_critic: ActorCritic, config: GenerationConfig) -> str |
     if config.repetition_penalty not in (None, 1):
         given.append("repetition_penalty")
     if given:
-        return f"`{given[0]}` needs what a cache of earlier turns does not have"
+        return f"`{given[0]}` is set, which needs another cache, or ids that a cache does not have"
     if base.is_remote_code():
         return "the model's code is its own, which may use a cache differently"
     if cache_argument(actor_critic.trunk) is None:

@@ -103,9 +103,8 @@ class VLLMServer:
             choices = sorted(body["choices"], key=lambda choice: choice["index"])
             sampled = [Sampled(x["token_ids"], [*map(float, x["logprobs"]["token_logprobs"])]) for x in choices]
             fits = [0 < len(x.ids) == len(x.logprobs) <= request.max_tokens for x in sampled]
-            if any(type(token) is not int or not 0 <= token < TOKENS for x in sampled for token in x.ids):
-                raise ValueError
-            if fits != [True] * request.copies:
+            are_ids = all(type(token) is int and 0 <= token < TOKENS for x in sampled for token in x.ids)
+            if fits != [True] * request.copies or not are_ids:
                 raise ValueError
             return sampled
 

@@ -193,8 +193,8 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
     if isinstance(model, PeftModel):
         policy = model
         # the user's own save must not publish the adapters of other roles, which are added later
-        own = [*policy.peft_config]
-        policy.save_pretrained = partial(policy.save_pretrained, selected_adapters=own)
+        if not isinstance(policy.save_pretrained, partial):  # otherwise by an earlier trainer
+            policy.save_pretrained = partial(policy.save_pretrained, selected_adapters=[*policy.peft_config])
     elif isinstance(peft_config, str):
         policy = PeftModel.from_pretrained(model, peft_config, is_trainable=True)
     else:

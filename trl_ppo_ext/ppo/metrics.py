@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -250,13 +251,15 @@ def check_best_metric(args: PPOConfig, eval_dataset: Any, rewards: Sequence[Any]
 
 
 def _may_log(reward: Any) -> bool:
-    """Whether a reward may log metrics of its own: its code names `log_metric`, or is unknown."""
+    """Whether a reward may log metrics: its code names `log_metric`, passes on what it gets, or is unknown."""
     function = getattr(reward, "function", None)
     if function is None:  # a classifier does not, an object of the user's may
         return type(reward).__module__.partition(".")[0] != __name__.partition(".")[0]
     while isinstance(function, partial):
         function = function.func
     try:
-        return "log_metric" in inspect.getsource(inspect.unwrap(function))
-    except (OSError, TypeError):
+        source = inspect.getsource(function.__code__)  # of a wrapper, not of what it wraps
+    except (OSError, TypeError, AttributeError):
         return True
+    passes_on = len(re.findall(r"\*\*\w", source)) > 1  # more than the signature's `**kwargs`
+    return passes_on or "log_metric" in source

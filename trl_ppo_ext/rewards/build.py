@@ -17,6 +17,7 @@ from .model import AdapterReward, ClassifierReward, RewardAdapter, checked_label
 from .process import ProcessReward, ProcessScorer, is_process_model
 from .scoring import FunctionReward, Reward, function_name
 
+MODELS = (str, RewardAdapter, ProcessReward, PreTrainedModel, PeftModel)
 RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | ProcessReward | Reward | Callable[..., Any]
 
 
@@ -59,13 +60,9 @@ def check_reward_arguments(
     """Check rewards before weights are loaded; there may be none if environments, or a knowing reference, teach."""
     if not (reward_funcs or of_environments or args.reference_prompt):
         raise ValueError("`reward_funcs` is empty; pass a reward, or an environment with `get_reward` or `step`.")
-    rewards, label = [*reward_funcs, *monitor_funcs], args.reward_label
-    labels = reward_labels(label, reward_funcs, monitor_funcs)
-    models = (str, RewardAdapter, ProcessReward, PreTrainedModel, PeftModel)
-    if label is not None and args.critic_init is None and not any(isinstance(reward, models) for reward in rewards):
-        raise ValueError(f"`reward_label={label}` needs a reward model in `reward_funcs`; omit it.")
+    rewards = [*reward_funcs, *monitor_funcs]
     for reward in rewards:
-        if not (_is_function(reward) or isinstance(reward, models) or _is_reward(reward)):
+        if not (_is_function(reward) or isinstance(reward, MODELS) or _is_reward(reward)):
             raise TypeError(
                 "A reward must be a function, a classifier (id, path or model), a `RewardAdapter`, a `ProcessReward`, "
                 f"or an object with `name` and `score` such as `Judge`, got {reward!r}."
@@ -73,12 +70,32 @@ def check_reward_arguments(
     for name, values in (("reward_processing_classes", processing_classes), ("reward_weights", args.reward_weights)):
         if values is not None and len(values) != len(reward_funcs):
             raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; they must match.")
-    for reward, label in zip(rewards, [*labels[0], *labels[1]]):
+    _check_labels(reward_funcs, monitor_funcs, args)
+
+
+def _check_labels(reward_funcs: list, monitor_funcs: list, args: PPOConfig) -> None:
+    """Check `reward_label` by the configs of the models, before weights are loaded; each label must be used."""
+    of_rewards, of_monitors = reward_labels(args.reward_label, reward_funcs, monitor_funcs)
+    is_list = isinstance(args.reward_label, list)
+    uses_label = args.reward_label in (None, 0) or args.critic_init is not None
+    for reward, label in zip([*reward_funcs, *monitor_funcs], [*of_rewards, *of_monitors]):
+        num_labels = 1
         if isinstance(reward, str | ProcessReward):
             model_id = reward if isinstance(reward, str) else reward.model
             config = reward_config(model_id, args)
-            if not (is_process_model(config) and config.num_labels == 2):  # which has a default
-                checked_label(model_id, config.num_labels, label, config)
+            num_labels = config.num_labels
+            has_default = label is None and is_process_model(config) and num_labels == 2
+            if not has_default:
+                checked_label(model_id, num_labels, label, config)
+        elif isinstance(reward, PreTrainedModel | PeftModel):
+            num_labels = reward.config.num_labels
+        if is_list and label not in (None, 0) and num_labels == 1 and not isinstance(reward, RewardAdapter):
+            raise ValueError(f"`reward_label` has {label!r} for a reward with one output; give None for it.")
+        uses_label = uses_label or is_list or num_labels > 1 or isinstance(reward, RewardAdapter)
+    if not uses_label:
+        raise ValueError(
+            f"`reward_label={args.reward_label}` needs a reward model with several outputs in `reward_funcs`; omit it."
+        )
 
 
 def reward_config(model_id: str, args: PPOConfig) -> Any:

@@ -85,6 +85,12 @@ def frozen(model: PreTrainedModel | PeftModel) -> PreTrainedModel | PeftModel:
     return model
 
 
+def is_decoder(model: PreTrainedModel | PeftModel) -> bool:
+    """Whether a classifier is one of transformers' decoders, which have a score head and a cache."""
+    classifier = model.get_base_model() if isinstance(model, PeftModel) else model
+    return isinstance(getattr(classifier, "score", None), nn.Module)
+
+
 def load_tokenizer(name: str, model_id: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a reward model."""
     if not model_id:
@@ -141,7 +147,8 @@ class SequenceScorer:
 
     def encode(self, prompts: list, completions: list) -> list[list[int]]:
         """Tokenize prompts with their completions."""
-        return [encode_completed(*pair, self.tokenizer) for pair in zip(prompts, completions)]
+        pairs = zip(prompts, completions)
+        return [encode_completed(prompt, completion, self.tokenizer) for prompt, completion in pairs]
 
     def score(self, batch: ScoringBatch) -> list[float | RewardError]:
         """Score completions in batches of similar length; one that the model cannot read fails by itself."""
@@ -182,16 +189,16 @@ class ClassifierReward(SequenceScorer):
         tokenizer = tokenizer or load_tokenizer(name, model_id, trust_remote_code)
         super().__init__(name, tokenizer, batch_size, context_length(model.config, tokenizer))
         self.model = frozen(model)
-        classifier = model.get_base_model() if isinstance(model, PeftModel) else model
         # decoders pool by their pad token, from the right; other models are padded as their tokenizer does
-        self.is_decoder = isinstance(getattr(classifier, "score", None), nn.Module)
+        self.is_decoder = is_decoder(model)
 
     @torch.inference_mode()
     def _score(self, rows: list[list[int]]) -> Tensor:
         device = self.model.get_input_embeddings().weight.device
         config = self.model.config.get_text_config()
         trained_with = config.pad_token_id
-        pad_token_id = ends_no_row(rows, self.tokenizer) if trained_with is None else trained_with
+        has_pad = trained_with is not None and trained_with >= 0  # some files have -1 for none
+        pad_token_id = trained_with if has_pad else ends_no_row(rows, self.tokenizer)
         side = "right" if self.is_decoder else self.tokenizer.padding_side
         input_ids, mask = padded(rows, pad_token_id, side, device)
         without_cache = {"use_cache": False} if self.is_decoder else {}

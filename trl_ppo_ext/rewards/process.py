@@ -10,7 +10,7 @@ from trl import is_conversational
 
 from ..redaction import shortened
 from ..text import encode_chat, encode_marked, encode_text, protected
-from .model import checked_label, context_length, ends_no_row, frozen, load_tokenizer, padded
+from .model import checked_label, context_length, ends_no_row, frozen, is_decoder, load_tokenizer, padded
 from .scoring import RewardError, ScoringBatch
 
 
@@ -153,5 +153,6 @@ class ProcessScorer:
         """Reward at each token, `[rows, length]`."""
         device = self.model.get_input_embeddings().weight.device
         input_ids, mask = padded(rows, ends_no_row(rows, self.tokenizer), "right", device)
-        logits = self.model(input_ids=input_ids, attention_mask=mask).logits.float()
+        without_cache = {"use_cache": False} if is_decoder(self.model) else {}
+        logits = self.model(input_ids=input_ids, attention_mask=mask, **without_cache).logits.float()
         return logits[..., 0] if logits.shape[-1] == 1 else logits.softmax(-1)[..., self.label]

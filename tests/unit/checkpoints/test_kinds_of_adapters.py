@@ -68,8 +68,9 @@ def test_own_save_of_a_model_publishes_no_other_role(base, tmp_path, name):
     """A `PeftModel` that was passed as `model` gets the adapters of reference and critic."""
     _, path = base
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), lora(init_lora_weights=False), name)
-    run = trainer(tmp_path / "run", model=model, critic="adapter", max_steps=2, learning_rate=3e-2)
-    run.train()
+    for folder in ("first", "run"):  # a second trainer finds the adapters of the first
+        run = trainer(tmp_path / folder, model=model, critic="adapter", max_steps=2, learning_rate=3e-2)
+        run.train()
     assert {"reference", "critic"} < {*model.peft_config}
     model.save_pretrained(tmp_path / "own")
     folders = sorted(file.parent for file in (tmp_path / "own").rglob("adapter_config.json"))

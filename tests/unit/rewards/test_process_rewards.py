@@ -6,8 +6,9 @@ from datasets import Dataset
 from runs_of_tiny import rollouts_of
 from tiny import byte_tokenizer, config, llama
 from transformers import LlamaConfig, LlamaForTokenClassification
+from transformers.utils import logging
 
-from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext import PPOTrainer, estimate_memory
 from trl_ppo_ext.rewards import ProcessReward, RewardError, ScoringBatch
 from trl_ppo_ext.rewards.process import ProcessScorer, steps_of, token_at
 
@@ -107,7 +108,7 @@ def test_empty_separator_is_refused():
 
 
 @pytest.mark.parametrize("given", ["path", "settings"])
-def test_token_classifier_is_trained_on_by_name(given, tmp_path):
+def test_token_classifier_is_trained_on_by_name(given, tmp_path, caplog, monkeypatch):
     """Its steps are places of rewards, so that λ counts steps."""
     built = byte_tokenizer()
     classifier(hidden_size=64).save_pretrained(tmp_path / "prm")
@@ -115,9 +116,11 @@ def test_token_classifier_is_trained_on_by_name(given, tmp_path):
     path = str(tmp_path / "prm")
     rewards = path if given == "path" else ProcessReward(path, step_separator="a", name="steps")
     chats = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"hi {n}"}] for n in range(8)]})
-    args = config(tmp_path / "run", max_steps=2, max_completion_length=12, reward_quantization="none")
+    args = config(tmp_path / "run", max_steps=2, max_completion_length=12, reward_quantization="none", kl_coef=0.0)
     policy = llama(vocab_size=259, max_position_embeddings=128)
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     trainer = PPOTrainer(policy, rewards, args, chats, processing_class=built)
+    assert "a reward model can be hacked" in caplog.text  # without a KL
     assert trainer.reward_func_names == ["prm" if given == "path" else "steps"]
     rollouts = rollouts_of(trainer)
     trainer.train()
@@ -126,3 +129,15 @@ def test_token_classifier_is_trained_on_by_name(given, tmp_path):
         for row, pairs in enumerate(expected):
             assert samples.scored.places[row].nonzero()[:, 0].tolist() == [place for place, _ in pairs]
             assert samples.scored.rewards[row, 0].item() == pytest.approx(sum(x for _, x in pairs), abs=1e-5)
+
+
+def test_process_model_takes_memory_in_the_estimate(tmp_path):
+    """As much by its settings as by its name."""
+    classifier(hidden_size=64).save_pretrained(tmp_path / "prm")
+    path = str(tmp_path / "prm")
+    args = config(tmp_path / "run", max_completion_length=12)
+    sizes = []
+    for rewards in (None, path, ProcessReward(path)):
+        estimate = estimate_memory(llama(max_position_embeddings=128).config, args, reward_funcs=rewards, device="cpu")
+        sizes.append(sum(model.bytes for model in estimate.rewards))
+    assert sizes[0] == 0 < sizes[1] == sizes[2]

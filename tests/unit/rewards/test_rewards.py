@@ -270,6 +270,15 @@ def test_score_is_that_of_the_model_whatever_pads(conversational, side, pad_of_c
     assert model.config.pad_token_id == (own.pad_token_id if pad_of_config else None)
 
 
+def test_negative_pad_token_of_a_config_is_none():
+    """Some published files have -1, which no embedding has."""
+    model = llama(classifier=True)
+    model.config.pad_token_id = -1
+    expected = by_hand(model, tokenizer())
+    assert ClassifierReward(model, tokenizer()).score(batch(*PAIRS)) == pytest.approx(expected, abs=1e-5)
+    assert model.config.pad_token_id == -1
+
+
 @pytest.mark.parametrize("start, end", [("<bos>", ""), ("", "<eos>"), ("<bos>", "<eos>")])
 def test_special_tokens_of_a_tokenizer_are_not_doubled(start, end):
     """In prompts that a script has rendered, which begin with BOS, and of tokenizers that add EOS themselves."""
@@ -552,6 +561,9 @@ def test_label_of_a_monitored_reward_follows_those_of_rewards(labeled):
         (["mood", "hate"], "POSITIVE", "hate` has 2 labels.* one of 'nothate', 'hate', .* give a list"),
         (["mood"], None, "mood` has 2 labels.* one of 'NEGATIVE', 'POSITIVE'"),
         (["one", "mood", "hate"], [None, 0], "`reward_label` has 2 entries for 3 rewards and 0 monitored ones"),
+        (["one"], "POSITIVE", "`reward_label=POSITIVE` needs a reward model with several outputs"),
+        (["one"], 3, "`reward_label=3` needs a reward model with several outputs"),
+        (["one", "mood"], [1, 1], "`reward_label` has 1 for a reward with one output; give None for it"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused_with_what_fits(labeled, names, label, message):
