@@ -569,6 +569,21 @@ def test_invalid_address_raises_without_its_password(tmp_path, url):
     assert "hunter2" not in str(raised.value)
 
 
+@pytest.mark.parametrize("token", ["5", 5.0, True, -1, 2**70, None])
+def test_token_id_of_a_server_that_is_none_is_named(server, loaded, token):
+    """As text, or beyond what a tensor holds."""
+    complete = server.completions
+
+    def with_token(body):
+        answer = json.loads(complete(body).body)
+        answer["choices"][0]["token_ids"][-1] = token
+        return JSONResponse(answer)
+
+    server.completions = with_token
+    with pytest.raises(VLLMError, match=r"did not sample .* completions with token ids and log-probs"):
+        loaded.sample("run-1", REQUESTS[:1])
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/completions"])
 def test_answer_longer_than_its_tokens_is_not_read(server, tmp_path, path):
     """Of 750 MiB some are read: as many as the tokens that were asked for could take."""
