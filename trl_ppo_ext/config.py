@@ -388,7 +388,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.logging_first_step is None:
             self.logging_first_step = self.logging_strategy == "steps" and self.logging_steps >= 1
         # all are the case, in the trainer's own way
-        self.restore_callback_states_from_checkpoint, self.include_num_input_tokens_seen = False, "no"
+        self.include_num_input_tokens_seen = "no"
         self.logging_nan_inf_filter = False  # a loss that is not finite counts as 0
         if self.ddp_find_unused_parameters is None:
             # every trainable parameter takes part in every forward, so the search would only cost time

@@ -59,7 +59,7 @@ from .private_names import warn_of_missing_names
 from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, no_reward, reward_labels
 from .rewards.model import SequenceScorer
 from .rewards.process import ProcessScorer
-from .rewards.scoring import capture_random_state, fixed_seed, function_name, guarded
+from .rewards.scoring import capture_random_state, fixed_seed, guarded
 from .tracking.completions import check_trackers, completions_table, log_completions, print_completions
 from .tracking.run_log import RunLog, Terminal
 
@@ -196,8 +196,8 @@ class PPOTrainer(Trainer):
         has_reward_model = any(isinstance(x, SequenceScorer | ProcessScorer) for x in rewards)
         if has_reward_model and not args.uses_reference and args.process_index == 0:
             logger.warning("`kl_coef` is 0, and a reward model can be hacked: 0.05 keeps the policy near its base.")
-        self._inputs = files.fingerprints(actor_critic, tokenizer, template_kwargs, rewards, train_dataset)
-        self._inputs["curriculum"] = curriculum and function_name(curriculum)
+        inputs = actor_critic, tokenizer, template_kwargs, rewards, train_dataset, curriculum
+        self._inputs = files.fingerprints(*inputs)
 
         # 4. Set up the Trainer.
         parts: Any = actor_critic, args, Rows, train_dataset, eval_dataset, tokenizer
@@ -245,7 +245,7 @@ class PPOTrainer(Trainer):
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
         self._resumed: tuple[str, dict[str, Tensor]] | None = None  # checkpoint to resume from, and its run state
         self._is_collecting = False
-        self._drops_rollout = False  # of the checkpoint, because it is of other settings
+        self._change = files.SettingsChange({}, set())  # from the checkpoint's settings
         self._return_to_step: Callable[[], None] | None = None  # undoes an unfinished step; None if that is impossible
         self._process_state = {kind: dict(kind._shared_state) for kind in (PartialState, AcceleratorState)}
 
@@ -517,7 +517,8 @@ class PPOTrainer(Trainer):
         if self.train_dataset is None:
             needed = "pass it to PPOTrainer, or set `max_steps` if an environment writes the prompts"
             raise ValueError(f"`train_dataset` must be a dataset to train on, got None; {needed}.")
-        self._resumed, self._retuned, self.preempted, checkpoint, self._return_to_step = None, "", False, None, None
+        self._resumed, self.preempted, checkpoint, self._return_to_step = None, False, None, None
+        self._change = files.SettingsChange({}, set())
         self._metrics["train"].load_state_dict({})  # of a training that failed
         self._validity.clear()
         self._restore_process_state()
@@ -574,6 +575,9 @@ class PPOTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         resume.load_rates(self, partial(super()._load_optimizer_and_scheduler, checkpoint))
+
+    def _load_callback_state(self) -> None:
+        """Leave callbacks to [`_StepCallback`]: the Trainer would replace the script's objects by new ones."""
 
     def _load_best_model(self) -> None:
         files.load_actor_critic_weights(self.actor_critic, cast(str, self.state.best_model_checkpoint))
@@ -682,11 +686,13 @@ class _StepCallback(TrainerCallback):
         (checkpoint, tensors), trainer._resumed = trainer._resumed, None
         resume.load_run_state(trainer, tensors)
         state.compute_steps(args, state.max_steps)  # the Trainer has loaded those of the checkpoint
-        # the Trainer would also restore the arguments of callbacks, which are the script's
         for name, states in state.stateful_callbacks.items():
             callbacks = [x for x in trainer.callback_handler.callbacks if type(x).__name__ == name]
             for callback, saved in zip(callbacks, as_list(states)):
-                vars(callback).update(saved["attributes"])
+                if args.restore_callback_states_from_checkpoint:
+                    type(callback).__init__(callback, **saved["args"])
+                for attribute, value in saved["attributes"].items():
+                    setattr(callback, attribute, value)
         # the run may have been moved, and then the Trainer has dropped the path, or copied
         best = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).best_model_checkpoint
         if best and (here := Path(args.output_dir, Path(best).name)).is_dir():

@@ -3,6 +3,7 @@
 import logging
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -42,6 +43,19 @@ def mapped(**columns):
     return prompts().map(lambda row: columns)
 
 
+def favors(weight):
+    def curriculum(episodes, scores):
+        return 1 + weight * scores
+
+    return curriculum
+
+
+def other_row(number, rows=1000):
+    """A dataset of which one row differs, that a sample of all rows misses."""
+    dataset = prompts(rows)
+    return dataset.map(lambda row, index: {"target": 9 if index == number else row["target"]}, with_indices=True)
+
+
 # by the name in the message: what differs
 CHANGES = {
     "base weights": lambda: {"model": llama(seed=1)},
@@ -53,6 +67,7 @@ CHANGES = {
     "train_dataset": lambda: {"train_dataset": prompts(15)},
     "train_dataset of other rows": lambda: {"train_dataset": mapped(target=3)},
     "curriculum": lambda: {"curriculum": lambda episodes, scores: 1 + scores},
+    "curriculum of other code": lambda: {"curriculum": favors(2.0)},
     "peft_config.lora_alpha": lambda: {"peft_config": lora(lora_alpha=16)},
 }
 
@@ -133,6 +148,68 @@ def test_minibatches_may_be_cut_otherwise(run, tmp_path):
     with pytest.raises(CheckpointError, match=r"per_device_train_batch_size \(was 4, is 2\)"):
         other = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
         trainer(tmp_path / "other", **other).train(resume_from_checkpoint=str(run / "checkpoint-1"))
+
+
+OTHERS = {
+    "weight": lambda: favors(2.0),
+    "code": lambda: lambda episodes, scores: 1 + scores**2,
+    "constant": lambda: lambda episodes, scores: 2 + scores,
+    "argument": lambda: partial(weighed, weight=2.0),
+    "attribute": lambda: Favors(2.0),
+}
+SAVED = {
+    "argument": lambda: partial(weighed, weight=1.0),
+    "attribute": lambda: Favors(1.0),
+    "weight": lambda: favors(1),
+}
+
+
+def weighed(episodes, scores, weight):
+    return 1 + weight * scores
+
+
+class Favors:
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, episodes, scores):
+        return 1 + self.weight * scores
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_curriculum_of_another_code_is_refused(tmp_path, change):
+    saved = SAVED.get(change, lambda: lambda episodes, scores: 1 + scores)
+    trainer(tmp_path, curriculum=saved(), max_steps=1).train()
+    with pytest.raises(CheckpointError, match=r"curriculum \(was '.* \(\w+\)', is '.* \(\w+\)'\)"):
+        trainer(tmp_path, curriculum=OTHERS[change](), max_steps=1).train(resume_from_checkpoint=True)
+    trainer(tmp_path, curriculum=saved(), max_steps=1).train(
+        resume_from_checkpoint=True
+    )  # the same code, defined anew
+
+
+def test_curriculum_notices_one_row_of_many(tmp_path):
+    trainer(tmp_path, curriculum=favors(1.0), max_steps=1, train_dataset=prompts(1000)).train()
+    with pytest.raises(CheckpointError, match=r"train_dataset \(was '1000 rows"):
+        again = trainer(tmp_path, curriculum=favors(1.0), max_steps=1, train_dataset=other_row(501))
+        again.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("change", [None, "function", "rows"])
+def test_scores_of_a_curriculum_are_those_of_its_rows(tmp_path, change):
+    trainer(tmp_path, curriculum=favors(1.0), max_steps=1).train()
+    seen = []
+
+    def watched(episodes, scores):
+        seen.append(episodes.sum().item())
+        return 1 + scores
+
+    changes = {"curriculum": watched, "resume_with_changed_settings": True, "max_steps": 5}
+    if change == "rows":
+        changes["train_dataset"] = prompts().select(range(15, -1, -1))
+    again = trainer(tmp_path, **changes)
+    again.train(resume_from_checkpoint=True)
+    # an unfinished rollout of the other settings is replaced at once
+    assert seen[0] == (0 if change == "rows" else 8)
 
 
 def test_changed_quantization_is_refused_by_name(run, tmp_path):

@@ -33,6 +33,8 @@ FILES = sorted(
     trainer_state.json value_head.safetensors
     """.split()
 )
+# without these the Trainer goes on with new ones, and says nothing
+PROGRESS = ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
 
 
 def one_bit_flipped(file):
@@ -214,3 +216,19 @@ def test_unreadable_run_state_is_reported_to_all_ranks(copy, monkeypatch):
     with pytest.raises(CheckpointError, match="cannot be resumed"):
         trainer(copy, max_steps=2, **SAVING).train(resume_from_checkpoint=True)
     assert told[-1].startswith("SafetensorError")
+
+
+@pytest.mark.parametrize("source", [True, "checkpoint-2"])
+@pytest.mark.parametrize("names", [*[[name] for name in PROGRESS], PROGRESS[:2]], ids=" ".join)
+def test_sealed_checkpoint_without_its_progress_is_named(run, tmp_path, names, source):
+    """A folder may be thinned out for publishing, and sealed again."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    for name in names:
+        (copy / "checkpoint-2" / name).unlink()
+    seal(copy / "checkpoint-2")
+    verify(copy / "checkpoint-2")
+    again = trainer(copy, max_steps=3, **SAVING)
+    with pytest.raises(
+        CheckpointError, match=rf"checkpoint-2` has no {', '.join(names)}, without which .*; resume from"
+    ):
+        again.train(resume_from_checkpoint=source if source is True else str(copy / source))

@@ -10,6 +10,7 @@ import torch
 from runs_of_tiny import trainer
 from tiny import prompts
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.files import CheckpointError
@@ -230,3 +231,51 @@ def test_link_whose_target_would_be_emptied_is_named(tmp_path, name):
     with pytest.raises(ValueError, match=rf"`output_dir` must not have a link `{name}`, got .*precious`; remove the"):
         trainer(tmp_path / "run")
     assert (tmp_path / "precious" / "thesis").exists()
+
+
+class Counts(TrainerCallback, ExportableState):
+    """Counts steps in a property, which a restored state must set as an attribute."""
+
+    def __init__(self, weight=1.0):
+        self.weight = weight
+        self.counted = []
+
+    @property
+    def steps(self):
+        return len(self.counted)
+
+    @steps.setter
+    def steps(self, count):
+        self.counted = [None] * count
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps += 1
+
+    def state(self):
+        return {"args": {"weight": self.weight}, "attributes": {"steps": self.steps}}
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_callbacks_continue_and_restore_their_arguments_if_asked(tmp_path, restores):
+    settings = SAVING | {"max_steps": 4, "restore_callback_states_from_checkpoint": restores}
+    trainer(tmp_path, callbacks=[Counts(2.0), Counts(4.0)], **settings).train()
+    again = [Counts(3.0), Counts(3.0)]
+    built = trainer(tmp_path, callbacks=again, **settings)
+    built.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [x.steps for x in again] == [4, 4]
+    assert [x.weight for x in again] == ([2.0, 4.0] if restores else [3.0, 3.0])
+    assert all(x in built.callback_handler.callbacks for x in again)  # the script's objects
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_patience_is_restored_if_asked(tmp_path, restores):
+    settings = {"load_best_model_at_end": False, "resume_with_changed_settings": True, "save_total_limit": None}
+    first = best_at_first(tmp_path, **settings)
+    first.add_callback(EarlyStoppingCallback(3))
+    first.train()
+    stops = EarlyStoppingCallback(4)
+    again = best_at_first(tmp_path, **settings, max_steps=6, restore_callback_states_from_checkpoint=restores)
+    again.add_callback(stops)
+    again.train(resume_from_checkpoint=True)
+    assert stops.early_stopping_patience == (3 if restores else 4)
+    assert again.state.global_step == (4 if restores else 5)

@@ -43,10 +43,9 @@ def test_precision_is_that_of_the_launcher(monkeypatch, tmp_path, launched, sett
 
 
 def test_fields_that_are_the_case_are_accepted(tmp_path):
-    given = {"restore_callback_states_from_checkpoint": True, "include_num_input_tokens_seen": "all"}
-    args = PPOConfig(str(tmp_path), use_cpu=True, reward_label="1", **given)
+    args = PPOConfig(str(tmp_path), use_cpu=True, reward_label="1", include_num_input_tokens_seen="all")
     assert args.reward_label == 1  # of a command line
-    assert not args.restore_callback_states_from_checkpoint and args.include_num_input_tokens_seen == "no"
+    assert args.include_num_input_tokens_seen == "no"
 
 
 def test_liger_needs_its_package_on_a_gpu_and_changes_nothing_on_a_cpu(tmp_path, monkeypatch, caplog):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 from datasets import IterableDataset
@@ -25,6 +26,7 @@ from ..modeling.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CRITIC_FOLDER,
+    STATE,
     VALUE_HEAD,
     digest_of_weights,
     kind_of_critic,
@@ -33,8 +35,8 @@ from ..modeling.adapters import (
     write_weights,
 )
 from ..rewards.model import AdapterReward
+from ..rewards.scoring import function_name
 
-STATE = "ppo_state.json"
 ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 CRITIC_FILES = (VALUE_HEAD, *(os.path.join(CRITIC_FOLDER, file) for file in ADAPTER))  # of any kind of critic
 
@@ -142,6 +144,7 @@ NEVER_CHANGED = {"num_processes", "zero_stage", "fsdp_version"}
 # fields of an adapter's config that name places, or change nothing
 ADAPTER_NOT_COMPARED = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
 SAMPLED_ROWS = 64
+CURRICULUM_ROWS = 4096  # are sampled with a curriculum, whose scores belong to row numbers
 
 
 def load_state(directory: str) -> dict[str, Any]:
@@ -168,6 +171,9 @@ class SettingsChange(NamedTuple):
 
     listed: dict[str, str]  # by name, with the values
     refused: set[str]  # names of those with which it is another run
+
+    def __str__(self) -> str:
+        return ", ".join(self.listed.values())
 
     @classmethod
     def between(cls, saved: dict[str, Any], current: dict[str, Any]) -> "SettingsChange":
@@ -199,11 +205,31 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _rows(dataset: Any) -> str:
+def _code_of(function: Any) -> Any:
+    """What a function computes, as JSON: its code, constants, defaults, and what it closes over."""
+    if isinstance(function, partial):
+        return [_code_of(function.func), function.args, function.keywords]
+    if isinstance(function, CodeType):
+        return [function.co_code.hex(), function.co_names, [_code_of(x) for x in function.co_consts]]
+    if hasattr(function, "__code__"):
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        return [_code_of(function.__code__), cells, defaults]
+    if callable(function) and not isinstance(function, type):
+        return [_code_of(getattr(type(function).__call__, "__code__", None)), vars(function)]
+    return function
+
+
+def digest_of_function(function: Callable) -> str:
+    """Name and digest of a function, by which a resumed run tells it from another one."""
+    return f"{function_name(function)} ({_digest(_code_of(function))})"
+
+
+def _rows(dataset: Any, count: int) -> str:
     columns = sorted(set(dataset.column_names or ()) - TOKEN_COLUMNS)
     if isinstance(dataset, IterableDataset):  # its rows are not read ahead
         return f"stream of {', '.join(columns)}"
-    rows = [dataset[index] for index in spread_indices(len(dataset), SAMPLED_ROWS)]
+    rows = [dataset[index] for index in spread_indices(len(dataset), count)]
     sample = _digest([[row[name] for name in columns] for row in rows])
     return f"{len(dataset)} rows of {', '.join(columns)} ({sample})"
 
@@ -222,9 +248,11 @@ def fingerprints(
     chat_template_kwargs: dict[str, Any] | None,
     rewards: list,
     train_dataset: Any,
+    curriculum: Callable | None = None,
 ) -> dict[str, Any]:
     """Fingerprints of what a run is given besides its config, by name, as JSON. All ranks must call it."""
     policy, config = actor_critic.policy, actor_critic.config
+    sampled_rows = SAMPLED_ROWS if curriculum is None else CURRICULUM_ROWS
     values: dict[str, Any] = {
         "base weights": digest_of_weights(x for x in policy.parameters() if not x.requires_grad),
         "dtype": actor_critic.dtype,
@@ -233,7 +261,8 @@ def fingerprints(
         "tokenizer": _digest([tokenizer.get_vocab(), tokenizer.special_tokens_map]),
         "chat_template": _digest([tokenizer.chat_template, chat_template_kwargs or {}]),
         "rewards": {reward.name: digest_of_weights(_frozen(reward)) for reward in rewards},
-        "train_dataset": None if train_dataset is None else _rows(train_dataset),
+        "train_dataset": None if train_dataset is None else _rows(train_dataset, sampled_rows),
+        "curriculum": None if curriculum is None else digest_of_function(curriculum),
     }
     adapters = {"peft_config": actor_critic.policy_adapter, "critic's peft_config": actor_critic.critic_adapter}
     for prefix, name in adapters.items():

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..config import LOCK
@@ -133,6 +134,15 @@ def check_directory(output_dir: str, is_writer: bool, begin_anew: bool, resumed_
     on_every_rank(check, *READ_ERRORS, runs=is_writer)
 
 
+def files_of_progress(trainer: Any) -> list[str]:
+    """Files of this rank that the Trainer would do without, in silence."""
+    rank = trainer.accelerator.process_index
+    names = [TRAINER_STATE_NAME, "rng_state.pth" if trainer.args.world_size == 1 else f"rng_state_{rank}.pth"]
+    if not trainer.is_deepspeed_enabled:  # It has files of its own, and raises without them.
+        names += [OPTIMIZER_NAME, SCHEDULER_NAME]
+    return names
+
+
 def find_checkpoint(
     trainer: Any, resume_from: str | bool, output_dir: str, is_writer: bool
 ) -> tuple[str, dict[str, Tensor]]:
@@ -145,14 +155,19 @@ def find_checkpoint(
         verify(str(resume_from))
         return str(resume_from)
 
+    def check_files() -> None:
+        needed = files_of_progress(trainer)
+        missing = [name for name in needed if not os.path.isfile(os.path.join(directory, name))]
+        if missing:
+            wrong = f"has no {', '.join(missing)}, without which the run would not continue"
+            raise CheckpointError(f"`{directory}` {wrong}; resume from another checkpoint.")
+
     def read() -> dict[str, Tensor]:
         saved, current = load_state(directory)["settings"], run_settings(trainer.args) | trainer._inputs
         change = check_settings(directory, saved, current, trainer.args.resume_with_changed_settings)
-        trainer._retuned = ", ".join(change.listed.values())
-        # log-probs, values and rewards of an unfinished rollout are those of the earlier settings
-        trainer._drops_rollout = bool(change.refused)
-        if trainer._retuned and is_writer:
-            logger.warning("The run resumes under other settings: %s.", trainer._retuned)
+        trainer._change = change
+        if change.listed and is_writer:
+            logger.warning("The run resumes under other settings: %s.", change)
         return load_file(os.path.join(directory, RUN_STATE.format(rank=trainer.accelerator.process_index)))
 
     try:
@@ -162,6 +177,7 @@ def find_checkpoint(
         if len(places) > 1:  # with `save_on_each_node`
             raise CheckpointError(f"The nodes hold different checkpoints: {places}. Name one that all have.")
         directory = places[0]
+        on_every_rank(check_files, *READ_ERRORS)
         return directory, on_every_rank(read, *READ_ERRORS)
     except WRITE_ERRORS as error:
         raise CheckpointError(f"The run cannot be resumed: {error}") from error
@@ -171,7 +187,7 @@ def load_rates(trainer: Any, load: Callable[[], None]) -> None:
     """Load optimizer and schedule, but keep their settings if the config has other ones than the checkpoint."""
     groups = [{name: x for name, x in group.items() if name != "params"} for group in trainer.optimizer.param_groups]
     load()
-    if trainer._retuned and isinstance(scheduler := trainer.lr_scheduler, LambdaLR):
+    if trainer._change.listed and isinstance(scheduler := trainer.lr_scheduler, LambdaLR):
         for group, settings in zip(trainer.optimizer.param_groups, groups):
             group.update(settings)
         scheduler.base_lrs = [settings["initial_lr"] for settings in groups]
@@ -193,12 +209,15 @@ def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:
         with trainer.accelerator.autocast():
             trainer.actor_critic.check_logits()  # the rest of the rollout is packed as its beginning was
         trainer.updates.load_state_dict(parts["rollout"], trainer.state.global_step)
-        if trainer._drops_rollout:
+        # its log-probs, values and rewards are those of the settings under which it was collected
+        if trainer._change.refused:
             trainer.updates.reset()
             logger.warning("The checkpoint's unfinished rollout is of the earlier settings; another one is collected.")
-    if parts["ahead"] and not trainer._drops_rollout:
+    if parts["ahead"] and not trainer._change.refused:
         trainer.roles.player.generator.ahead = Ahead.from_state_dict(parts["ahead"])
     trainer._metrics["train"].load_state_dict(parts["metrics"])
     played = parts["trainer"]["played"]
-    if trainer.curriculum is not None and played.shape == trainer.run_state.played.shape:  # else of another dataset
+    is_same_size = played.shape == trainer.run_state.played.shape  # not for a run without a curriculum
+    are_same_rows = "train_dataset" not in trainer._change.listed
+    if trainer.curriculum is not None and are_same_rows and is_same_size:
         trainer.run_state = trainer.run_state._replace(played=played)
