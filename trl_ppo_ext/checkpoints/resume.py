@@ -177,8 +177,9 @@ def find_checkpoint(
         if len(places) > 1:  # with `save_on_each_node`
             raise CheckpointError(f"The nodes hold different checkpoints: {places}. Name one that all have.")
         directory = places[0]
+        tensors = on_every_rank(read, *READ_ERRORS)
         on_every_rank(check_files, *READ_ERRORS)
-        return directory, on_every_rank(read, *READ_ERRORS)
+        return directory, tensors
     except WRITE_ERRORS as error:
         raise CheckpointError(f"The run cannot be resumed: {error}") from error
 
