@@ -216,6 +216,7 @@ class PPOTrainer(Trainer):
         if args.process_index == 0 and not args.stop_strings:
             stops = player.generator.stop_token_ids
             warn_of_turns_that_go_on(self.train_dataset, tokenizer, prompts.template_kwargs, stops)
+        player.run = files.digest_of_run(args, self._inputs)
         player.begin_next = self._begin_next if args.vllm_options.overlap_rollouts else None
         uses_vllm = args.generation_backend == "vllm"
         sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None

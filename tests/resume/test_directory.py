@@ -279,3 +279,16 @@ def test_patience_is_restored_if_asked(tmp_path, restores):
     again.train(resume_from_checkpoint=True)
     assert stops.early_stopping_patience == (3 if restores else 4)
     assert again.state.global_step == (4 if restores else 5)
+
+
+def test_answers_belong_to_settings_and_inputs_but_not_to_rates(tmp_path):
+    runs = {
+        "same": trainer(tmp_path / "a"),
+        "rates": trainer(tmp_path / "b", learning_rate=0.5, max_steps=9),
+        "temperature": trainer(tmp_path / "c", temperature=0.5),
+        "seed": trainer(tmp_path / "d", seed=3),
+        "rows": trainer(tmp_path / "e", dataset=prompts(15)),
+    }
+    digests = {name: built.roles.player.run for name, built in runs.items()}
+    assert digests["same"] == digests["rates"] != ""
+    assert len(set(digests.values())) == 4

@@ -188,6 +188,12 @@ class SettingsChange(NamedTuple):
         return cls(listed, {*listed} - tunable)
 
 
+def digest_of_run(args: PPOConfig, inputs: dict[str, Any]) -> str:
+    """Digest of all that a rollout depends on besides weights: not of rates, nor of the run's length."""
+    settings = run_settings(args) | inputs
+    return _digest({name: x for name, x in settings.items() if name not in TUNABLE | CUT})
+
+
 def check_settings(directory: str, saved: dict[str, Any], current: dict[str, Any], may_change: bool) -> SettingsChange:
     """Compare settings; raise [`CheckpointError`] if the resumed run would not be the interrupted one."""
     change = SettingsChange.between(saved, current)

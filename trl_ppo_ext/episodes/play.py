@@ -36,6 +36,7 @@ class Player:
         self.bootstraps = bootstraps  # after limits of the run
         self.lent: list[Episode] = []  # the last episodes with an environment
         self.names: list[str] = []  # of several environments
+        self.run = ""  # digest of the run's settings, beside recorded answers
         self.begin_next: Callable[[], None] | None = None  # called when a rollout is sampled, before it is scored
 
     def play(self, rows: Sequence[dict], seeds: list[int], step: int | None = None, evaluates=False) -> list[Episode]:
@@ -142,7 +143,8 @@ class EnvironmentPlayer(Player):
             return Record(None)
         if not self.saves:  # otherwise a checkpoint deletes what it has
             forget(self.folder, self.rank, step)
-        return Record(Path(self.folder, ANSWERS, f"{step}-{self.rank}.jsonl").absolute(), CHARACTERS * self.limit)
+        path = Path(self.folder, ANSWERS, f"{step}-{self.rank}.jsonl").absolute()
+        return Record(path, CHARACTERS * self.limit, self.run)
 
     def _answers(self, part: str, episodes: list[Episode], asks: Sequence[Callable], seed: int) -> list[tuple]:
         """Answers of all episodes at once, without those that failed; sampling draws its random numbers as before."""

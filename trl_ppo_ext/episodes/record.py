@@ -29,7 +29,9 @@ class Answer(NamedTuple):
 
 def _files(output_dir: str, rank: int) -> dict[int, Path]:
     """Files of a rank by optimizer step."""
-    return {int(path.name.split("-")[0]): path for path in Path(output_dir, ANSWERS).glob(f"*-{rank}.jsonl")}
+    paths = Path(output_dir, ANSWERS).glob(f"*-{rank}.jsonl")
+    steps = ((path.name.removesuffix(f"-{rank}.jsonl"), path) for path in paths)
+    return {int(step): path for step, path in steps if step.isdecimal()}
 
 
 def forget(output_dir: str, rank: int, before: int) -> None:
@@ -53,10 +55,12 @@ def _append(path: Path, entry: dict[str, Any]) -> None:
 
 
 class Record:
-    """Answers to the episodes of a rollout; without a path, nothing is recorded."""
+    """Answers to the episodes of a rollout, which only a run of the same settings takes; without a path, none."""
 
-    def __init__(self, path: Path | None, longest: int = 0):
+    def __init__(self, path: Path | None, longest: int = 0, run: str = ""):
         self.path = path
+        self.run = run  # digest of settings and inputs
+        self.is_own = run == ""  # whether the last line about a run is this one's
         self.longest = longest  # characters of a message
         self.answers: dict[str, Any] = {}  # an exception where the environment failed
         if path is None:
@@ -67,6 +71,10 @@ class Record:
             with suppress(ValueError):
                 entry = json.loads(line)
             match entry:
+                case {"run": str(name)}:
+                    self.is_own = name == run
+                case _ if not self.is_own:
+                    continue
                 case {"key": str(key), "error": [name, text]}:
                     self.answers[key] = type(name, (Exception,), {})(text)
                 case {"key": str(key), "answer": answer}:
@@ -87,6 +95,9 @@ class Record:
             cut = [{**message, "content": message["content"][: self.longest]} for message in result.messages]
             entry = {"answer": result._replace(messages=cut)}
         try:
+            if not self.is_own:
+                _append(self.path, {"run": self.run})
+                self.is_own = True
             _append(self.path, {"key": key, **entry})
         except (TypeError, ValueError, OSError) as error:
             logger.warning_once(

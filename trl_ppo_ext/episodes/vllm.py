@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import re
 import shutil
 import tempfile
 import weakref
@@ -36,6 +37,7 @@ from .transformers import SAMPLING, Generator, stop_token_ids
 if TYPE_CHECKING:
     from .vllm_server import VLLMServer
 
+VERSION = re.compile(r"[0-9a-f]{12}-\d+(\.tmp)?")  # name of an adapter that a server reads, also if half written
 SERVED = ".vllm"  # in the output directory: the adapter that a server reads
 CPU_CACHE = 2**28  # bytes of keys and values; vLLM's own default is gigabytes of main memory
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM can reserve slots
@@ -120,7 +122,7 @@ class VLLMGenerator(Generator):
 
     def _forget_last_run(self) -> None:
         """Unload what an earlier run in this directory has left, e.g. because it was killed."""
-        left = [path.name for path in self.folder.glob("*")]
+        left = [path.name for path in self.folder.glob("*") if VERSION.fullmatch(path.name)]
         if left:
             # not while that run trains, nor on a disk that cannot be locked
             with suppress(OSError, NotImplementedError), FileLock(self.folder.parent / LOCK, timeout=0):

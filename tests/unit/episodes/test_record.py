@@ -234,3 +234,42 @@ def test_errors_of_tools_and_environments_reach_nobody_with_a_secret(tmp_path):
     assert "hunter2" not in player.tokenizer.decode(episode.ids)
     recorded = "".join(path.read_text() for path in (tmp_path / ANSWERS).iterdir())
     assert "cannot connect" in recorded and "no reward" in recorded and "hunter2" not in recorded
+
+
+# ---- runs of others
+
+
+def playing(tmp_path, run, rows=None):
+    rows = rows or rows_of("Q1")
+    player = recording(tmp_path, TURNS, rows, [draw])
+    player.run = run
+    return player.play(rows, [0], 0)
+
+
+def test_answers_to_a_run_of_other_settings_are_asked_anew(tmp_path):
+    first = playing(tmp_path, "this run")
+    asked.clear()
+    assert playing(tmp_path, "this run")[0].messages == first[0].messages and not asked
+    other = playing(tmp_path, "a stranger's")
+    assert asked and other[0].messages != first[0].messages
+    asked.clear()
+    assert playing(tmp_path, "a stranger's")[0].messages == other[0].messages and not asked
+    assert playing(tmp_path, "this run")[0].messages == first[0].messages and not asked  # both are there
+
+
+def test_answers_without_a_run_are_those_of_no_run(tmp_path):
+    """Those of a version that did not record the run."""
+    playing(tmp_path, "")
+    asked.clear()
+    playing(tmp_path, "this run")
+    assert asked
+
+
+@pytest.mark.parametrize("name", ["notes-0.jsonl", "-0.jsonl", "1.5-0.jsonl", "copy of 2-0.jsonl", "3-1-0.jsonl"])
+def test_files_of_others_beside_answers_stay(tmp_path, name):
+    playing(tmp_path, "this run")
+    (tmp_path / ANSWERS / name).write_text("mine")
+    void_errors(str(tmp_path), 0)
+    forget(str(tmp_path), rank=0, before=10)
+    assert [path.name for path in (tmp_path / ANSWERS).iterdir()] == [name]
+    assert (tmp_path / ANSWERS / name).read_text() == "mine"
