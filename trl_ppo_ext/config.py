@@ -299,7 +299,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Whether a checkpoint may be resumed under settings that differ from those it was saved under."""
 
     log_completions: bool = False
-    """Whether to print completions with the metrics."""
+    """Whether to print completions with the metrics, and write them as parquet to `completions/` in `output_dir`."""
     num_completions_to_print: int | None = number(8, at_least=0)
     """Completions to print. `None` prints all."""
 

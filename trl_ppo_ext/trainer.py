@@ -60,7 +60,13 @@ from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, n
 from .rewards.model import SequenceScorer
 from .rewards.process import ProcessScorer
 from .rewards.scoring import capture_random_state, fixed_seed, guarded
-from .tracking.completions import check_trackers, completions_table, log_completions, print_completions
+from .tracking.completions import (
+    check_trackers,
+    completions_table,
+    log_completions,
+    print_completions,
+    save_completions,
+)
 from .tracking.run_log import RunLog, Terminal
 
 logger = logging.get_logger(__name__)
@@ -503,6 +509,7 @@ class PPOTrainer(Trainer):
             step = self.state.global_step
             table = completions_table(samples, self.run_log.rewards, self.run_log.monitors, step)
             print_completions(table, step, self.args.num_completions_to_print)
+            save_completions(table, cast(str, self.args.output_dir), step, mode)
             key = "eval/completions" if mode == "eval" else "completions"
             log_completions(cast(list, self.args.report_to), table, step, key)
 

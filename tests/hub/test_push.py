@@ -146,6 +146,8 @@ STEPS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "hub_always_
 def test_hub_strategy_end_pushes_only_on_request(hub, client):
     folder = train(client, "at-end", hub_strategy="end", **STEPS)
     (folder / "training_args.bin").write_bytes(b"pickled by another Trainer, with its token")
+    (folder / "completions").mkdir()
+    (folder / "completions" / "completions_00002.parquet").write_bytes(b"prompts")
     assert hub.repositories["me/at-end"].messages == ["initial commit"]
     client.run("built.push_to_hub('The end')")
     assert hub.repositories["me/at-end"].messages == ["initial commit", "The end"]

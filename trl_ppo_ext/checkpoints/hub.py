@@ -23,6 +23,7 @@ from transformers.utils import PushInProgress, logging
 from ..arguments import as_list
 from ..config import PPOConfig
 from ..redaction import shortened
+from ..tracking.completions import COMPLETIONS
 from ..tracking.reading import REPORT, RUN_LOG
 from ..tracking.run_log import package_versions
 from .files import ADAPTER, CRITIC_FILES, STATE, run_settings
@@ -121,7 +122,8 @@ WEIGHTS = [*ADAPTER, *CRITIC_FILES]  # deleted on the Hub if they are not pushed
 PUSHING = ".pushing-"  # prefix of the copies that are being pushed
 # names in the run's folder that are not pushed: hidden ones, checkpoints, input of `trl-ppo report`, and the arguments
 # that another Trainer has pickled, which hold the token
-NOT_PUSHED = ("_*", ".*", f"{PREFIX_CHECKPOINT_DIR}-*", f"{EARLIER}*", RUN_LOG, TRAINING_ARGS_NAME)
+COMPLETION_FILES = (COMPLETIONS, f"{COMPLETIONS}/*")  # the first pattern is of names, the second of paths
+NOT_PUSHED = ("_*", ".*", f"{PREFIX_CHECKPOINT_DIR}-*", f"{EARLIER}*", RUN_LOG, TRAINING_ARGS_NAME, *COMPLETION_FILES)
 
 
 class PushError(RuntimeError):

@@ -2,6 +2,7 @@
 
 import os
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from pandas import DataFrame
@@ -9,12 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.utils import logging
 
 from ..data import as_text, message_text
 from ..ppo.rollouts import Samples
 from ..redaction import printable, without_keys
 from .reading import CREDIT
 
+logger = logging.get_logger(__name__)
+
+COMPLETIONS = "completions"  # in the output directory of a run: a file per logged table
 WITH_TABLES = ("wandb", "trackio")
 LONGEST = 20_000  # characters of a cell; more would flood the terminal
 MOST_TURNS = 64  # of an episode, with the environment's
@@ -109,6 +114,17 @@ def print_completions(completions: DataFrame, step: int, rows: int | None) -> No
     for row in completions[:rows].to_numpy().tolist():
         table.add_row(*map(cell, row[1:]))
     console.print(table)
+
+
+def save_completions(completions: DataFrame, output_dir: str, step: int, mode: str) -> None:
+    """Write a table of completions where TRL does; a full disk must not end the run."""
+    prefix = "completions" if mode == "train" else f"{mode}_completions"
+    path = Path(output_dir, COMPLETIONS, f"{prefix}_{step:05d}.parquet")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        completions.to_parquet(path, index=False)
+    except (OSError, ValueError) as error:
+        logger.warning_once(f"Completions cannot be written to `{path.parent}` ({error}); the run continues.")
 
 
 def log_completions(report_to: list[str], completions: DataFrame, step: int, key: str) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 
+import pandas
 import pytest
 import torch
 from tiny import config, length_reward, llama, prompts, tokenizer
@@ -165,3 +166,32 @@ def test_optimizer_or_scheduler_made_before_is_refused(tmp_path):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     with pytest.raises(ValueError, match=r"must be of the optimizer in it.*lr_scheduler_type"):
         PPOTrainer(llama(), length_reward, args, prompts(), processing_class=tokenizer(), optimizers=(None, scheduler))
+
+
+def test_completions_are_written_as_parquet(tmp_path):
+    """One row per completion of each log, with the scores of all rewards, of training and evaluation."""
+    built = run(tmp_path, "none", eval_strategy="steps", eval_steps=2)
+    built.train()
+    folder = tmp_path / "run" / "completions"
+    train = [f"completions_{step:05d}.parquet" for step in (1, 2)]
+    assert sorted(path.name for path in folder.iterdir()) == [*train, "eval_completions_00002.parquet"]
+    for step, name in enumerate(train, 1):
+        table = pandas.read_parquet(folder / name)
+        assert table["step"].tolist() == [step] * built.plan.completions
+        logged = next(x for x in built.state.log_history if x.get("step") == step and "reward" in x)
+        assert table["score"].mean() == pytest.approx(logged["reward"])
+        assert {"prompt", "completion", "hostile_reward", "length_reward"} <= set(table.columns)
+    assert len(pandas.read_parquet(folder / "eval_completions_00002.parquet")) == 4
+
+
+def test_completions_that_cannot_be_written_end_no_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "completions").write_text("in the way")
+    built = run(tmp_path, "none")
+    built.train()
+    assert built.state.global_step == 2 and (tmp_path / "run" / "completions").read_text() == "in the way"
+
+
+def test_completions_are_not_written_unless_asked(tmp_path):
+    run(tmp_path, "none", log_completions=False).train()
+    assert not (tmp_path / "run" / "completions").exists()
