@@ -29,6 +29,7 @@ from .adapters import (
     read_adapter_config,
     read_critic,
 )
+from .base_files import check_base_is_in_its_files
 from .critics import new_critic
 
 logger = logging.get_logger(__name__)
@@ -243,6 +244,8 @@ def load_actor_critic(
     """Build the actor-critic: a frozen base, the policy's adapter, and the critic that the config names."""
     if isinstance(model, str):
         model = load_base(model, args, quantization_config, torch.device(device))
+    else:
+        check_base_is_in_its_files(model)
 
     # 1. the policy's adapter, and a frozen copy as the reference if it was trained before
     reference = critic_adapter = saved_head = files = None
