@@ -640,6 +640,9 @@ def test_rollout_function_must_return_an_entry_per_prompt(tmp_path, short):
             {"completion_ids": [[7]] * 3 + [[7] * 401]},
             "`max_completion_length=400`, got 401 tokens in row 3",
         ),
+        ({"completion_ids": [[7]] * 2 + [[7, 259], [7]]}, "ids of the model's 259 tokens, row 2 has others"),
+        ({"prompt_ids": [[5, -1]] + [[5]] * 3}, "ids of the model's 259 tokens, row 0 has others"),
+        ({"completion_ids": [[2**70]] + [[7]] * 3}, "ids of the model's 259 tokens, row 0 has others"),
     ],
 )
 def test_completions_of_a_rollout_function_are_checked(tmp_path, entries, message):

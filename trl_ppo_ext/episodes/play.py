@@ -282,6 +282,12 @@ class FunctionPlayer(Player):
                     "`rollout_func` must return a dict with lists of token ids, `prompt_ids` and `completion_ids`, "
                     f"and `env_mask` with 1 at sampled tokens if others wrote some; row {number} has no valid ones."
                 )
+            tokens = self.trainer.actor_critic.config.get_text_config().vocab_size
+            if not all(0 <= token < tokens for token in prompt_ids + completion_ids):
+                raise ValueError(
+                    f"`rollout_func` must return ids of the model's {tokens} tokens, row {number} has others; use the "
+                    "model's tokenizer."
+                )
             if end > (limit := self.trainer.args.max_completion_length):
                 got = f"{end} tokens in row {number}; raise it, or sample fewer"
                 raise ValueError(f"`rollout_func` must keep to `max_completion_length={limit}`, got {got}.")
