@@ -24,6 +24,7 @@ PRIVATE_NAMES = [
     ("transformers:Trainer", "_prepare_for_training", "checks and the state of the run before its first step"),
     ("transformers:Trainer", "_load_from_checkpoint", "resuming"),
     ("transformers:Trainer", "_load_optimizer_and_scheduler", "resuming the optimizer and the schedule"),
+    ("transformers:Trainer", "_load_callback_state", "callbacks of the script go on when a run is resumed"),
     ("transformers:Trainer", "_load_best_model", "`load_best_model_at_end`"),
     ("transformers:Trainer", "_maybe_log_save_evaluate", "measured updates, and one log per rollout"),
     ("transformers:Trainer", "_finalize_training", "the report at the end of a run"),
