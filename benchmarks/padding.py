@@ -86,7 +86,7 @@ def measure(
 
     trainer.actor_critic.trunk.register_forward_pre_hook(count, with_kwargs=True)
     cast(Any, trainer.updates).measure = lambda _: None  # a micro-batch is neither scored nor learned there
-    with nullcontext() if packs else patch.object(actor_critic, "allow_packing", lambda model: False):
+    with nullcontext() if packs else patch.object(actor_critic, "why_not_packed", lambda model: "of a comparison"):
         trainer.train()
     logs = [log for log in trainer.state.log_history if "time/forward" in log][1:]
     return tokens["computed"] / tokens["real"], {x: mean(log[f"time/{x}"] for log in logs) for x in PHASES}

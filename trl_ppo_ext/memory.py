@@ -17,7 +17,6 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     PreTrainedConfig,
@@ -29,7 +28,14 @@ from .arguments import as_list, context_of
 from .config import PPOConfig
 from .data import prompt_limit
 from .modeling.critics import SIDE_WIDTH, side_layers
-from .modeling.loading import add_policy_adapter, compute_dtype, default_peft_config, hub_kwargs, model_kwargs
+from .modeling.loading import (
+    add_policy_adapter,
+    auto_class,
+    compute_dtype,
+    default_peft_config,
+    hub_kwargs,
+    model_kwargs,
+)
 from .modeling.logprobs import CHUNK_LOGITS
 from .rewards import ProcessReward, RewardAdapter
 
@@ -280,7 +286,7 @@ def on_meta(config: PreTrainedConfig, classifier: bool = False, trust_remote_cod
     """Build a model on the meta device, not quantized."""
     config = copy(config)
     vars(config).pop("quantization_config", None)
-    auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    auto = AutoModelForSequenceClassification if classifier else auto_class(config)
     with torch.device("meta"):
         return auto.from_config(config, trust_remote_code=trust_remote_code)
 

@@ -24,6 +24,7 @@ POLICIES = [
     "Qwen/Qwen2.5-1.5B-Instruct",
     "Qwen/Qwen2.5-7B-Instruct",
     "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3.5-4B",
     "my-sft-model",
 ]
 CLASSIFIERS = ["Skywork/Skywork-Reward-V2-Qwen3-0.6B", "my-reward-model", "reward-model-2"]

@@ -22,6 +22,7 @@ from transformers.utils import PushInProgress, logging
 
 from ..arguments import as_list
 from ..config import PPOConfig
+from ..modeling.loading import name_of_loader
 from ..redaction import shortened
 from ..tracking.completions import COMPLETIONS
 from ..tracking.reading import REPORT, RUN_LOG
@@ -101,6 +102,7 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
         model_name=_text(model_name),
         base_model=json.dumps(base_model if on_hub else BASE_COPY),  # a Python string
         base_name=_text(base_model),
+        loader=name_of_loader(actor_critic.policy.get_base_model()),
         base_link=quote(base_model),
         on_hub=on_hub,
         adapter=json.dumps(shown, ensure_ascii=not shown.isprintable()),

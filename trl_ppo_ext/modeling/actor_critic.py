@@ -27,18 +27,25 @@ from .logprobs import TokenScores, logit_scale_and_cap, project, token_logprobs
 SELECTS_STATES = hasattr(output_capturing, "selected_hidden_states")
 
 
-def allow_packing(model: PreTrainedModel) -> bool:
-    """Let the attention function of a model take packed rows; return `False` if the model would mix them."""
+def why_not_packed(model: PreTrainedModel) -> str | None:
+    """Reason why the layers of a model would mix packed rows."""
     config = model.config.get_text_config()
-    name, kinds = config._attn_implementation, {*(getattr(config, "layer_types", None) or ())}
-    # such a model needs nothing of the mask, e.g. no chunks
-    by_arguments = model.is_backend_compatible() and model._supports_flash_attn
-    if not (by_arguments and kinds <= {"full_attention", "sliding_attention"} and (name == "sdpa" or "flash" in name)):
-        return False
-    function = ALL_ATTENTION_FUNCTIONS[name]
+    implementation = config._attn_implementation
+    if implementation != "sdpa" and "flash" not in implementation:
+        return f"`attn_implementation` is {implementation!r}"
+    others = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    if others:
+        return f"{type(model).__name__} has layers of {' and '.join(sorted(others))}"
+    if not (model.is_backend_compatible() and model._supports_flash_attn):  # it may need more of the mask, e.g. chunks
+        return f"{type(model).__name__} does not support flash attention"
+    return None
+
+
+def take_packed_rows(implementation: str) -> None:
+    """Let an attention function of transformers take packed rows."""
+    function = ALL_ATTENTION_FUNCTIONS[implementation]
     if getattr(function, "func", None) is not attend:
-        AttentionInterface.register(name, partial(attend, function))
-    return True
+        AttentionInterface.register(implementation, partial(attend, function))
 
 
 def attend(
@@ -177,7 +184,8 @@ class ActorCritic(nn.Module):
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.active_adapter: str | None = self.policy_adapter
         self._layers = list(adapter_layers(policy))
-        self._is_checked = self._packs = False  # until the first rollout
+        self._is_checked = False  # until the first rollout
+        self.why_not_packed: str | None = "its logits were not checked"  # `None` if rows are packed
         self._logit_scale, self._logit_cap = logit_scale_and_cap(policy.get_base_model().config)
         # names of trained parameters, which FSDP replaces; PEFT takes tens of milliseconds to find them
         trained = [name for name in (self.policy_adapter, critic_adapter) if name is not None]
@@ -315,16 +323,17 @@ class ActorCritic(nn.Module):
     def _read_layers(self, sequences: Sequences, layers: list[int]) -> list[Tensor]:
         """Last hidden states where response tokens are predicted, and those after layers, each `[tokens, hidden]`."""
         packed, inputs = sequences.packed, dict[str, Any]()
-        if self._packs:
+        packs = self.why_not_packed is None
+        if packs:
             # transformers makes no mask beside one of four axes; to find packed rows, it would wait for the device
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.starts.device)
             inputs = {"position_ids": packed.position_ids[None], "attention_mask": mask, "packed": packed}
-        ids = packed.input_ids[None] if self._packs else packed.pad(packed.input_ids)  # no token reads a later one
+        ids = packed.input_ids[None] if packs else packed.pad(packed.input_ids)  # no token reads a later one
         kept = bool(layers) and (layers if SELECTS_STATES else True)
         outputs = self.trunk(ids, **inputs, use_cache=False, output_hidden_states=kept)
         read = [outputs.last_hidden_state, *(outputs.hidden_states[layer] for layer in layers)]
         read = [x[0] if x.dim() == 4 else x for x in read]  # the active stream of Gemma 3n
-        return [(x[0] if self._packs else packed.unpad(x)).index_select(0, packed.reads) for x in read]
+        return [(x[0] if packs else packed.unpad(x)).index_select(0, packed.reads) for x in read]
 
     def _project(self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any) -> TokenScores:
         head = self.policy.get_base_model().get_output_embeddings()
@@ -367,8 +376,11 @@ class ActorCritic(nn.Module):
         def differs(states: Tensor) -> Tensor:
             return (states.float() - alone).norm().nan_to_num(torch.inf) > 0.1 * alone.norm()
 
-        self._packs = allow_packing(base)
-        self._packs &= not differs(self._hidden_states(rows)[2:])
+        self.why_not_packed = why_not_packed(base)
+        if self.why_not_packed is None:
+            take_packed_rows(base.config.get_text_config()._attn_implementation)
+            if differs(self._hidden_states(rows)[2:]):
+                self.why_not_packed = f"{type(base).__name__} mixes rows that are packed"
         if differs(padded) or differs(self._hidden_states(rows)[2:]):  # also padded on the right, if not packed
             wrong = "does not ignore padding; use a causal model that reads the attention mask"
             raise ValueError(f"{type(base).__name__} {wrong}.")

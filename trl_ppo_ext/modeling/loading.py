@@ -13,7 +13,16 @@ from peft import LoraConfig, PeftConfig, PeftModel, PeftType, TaskType, get_peft
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from ..config import PPOConfig
@@ -147,6 +156,26 @@ def load_config(argument: str, name: str, kwargs: dict[str, Any]) -> PreTrainedC
         raise ValueError(f"`{argument}` must be a directory or a model on the Hub, {given}.") from None
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Class that loads a model with its output projection: some have images, too, and no class for text alone."""
+    has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if has_own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    return (
+        AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
+    )
+
+
+def name_of_loader(model: PreTrainedModel) -> str:
+    """Name of the class of transformers with which a model of this class, and not a part of it, is loaded."""
+    kinds = {"AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING}
+    kinds["AutoModelForImageTextToText"] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    for name, classes in kinds.items():
+        if classes.get(type(model.config), None) is type(model):
+            return name
+    return "AutoModelForCausalLM" if model.is_remote_code() else type(model).__name__
+
+
 def load_base(
     model_id: str, args: PPOConfig, quantization_config: BitsAndBytesConfig | None, device: torch.device
 ) -> PreTrainedModel:
@@ -160,7 +189,8 @@ def load_base(
             quantization_config.bnb_4bit_compute_dtype = getattr(torch, str(dtype).removeprefix("torch."))
         # quantized weights cannot be moved afterwards
         kwargs = {"quantization_config": quantization_config, "device_map": {"": device}} | kwargs
-    model, report = AutoModelForCausalLM.from_pretrained(model_id, **kwargs, output_loading_info=True)
+    auto = auto_class(AutoConfig.from_pretrained(model_id, **hub_kwargs(args)))
+    model, report = auto.from_pretrained(model_id, **kwargs, output_loading_info=True)
     check_loaded(model_id, report, "a causal language model with its output projection")
     return model
 

@@ -153,6 +153,9 @@ def sample(
     device, rank, all_sum = accelerator.device, accelerator.process_index, roles.all_sum
     with accelerator.autocast():
         roles.actor_critic.check_logits()
+    if rank == 0 and roles.actor_critic.why_not_packed is not None:
+        reason = roles.actor_critic.why_not_packed
+        logger.warning_once(f"Rows are padded to the longest of a micro-batch, and not packed, because {reason}.")
 
     # 1. Play an episode for each row: a completion, or several turns.
     is_ahead = training and roles.player.generator.ahead is not None
