@@ -252,9 +252,11 @@ def with_observation(prompt: Any, observation: Any) -> Any:
 class FunctionPlayer(Player):
     """Plays the episodes of a function with the interface of TRL's `rollout_func`."""
 
-    def __init__(self, function: Callable, trainer: Any, *settings: Any):
+    def __init__(self, function: Callable, trainer: Any, vocab_size: int, *settings: Any):
         super().__init__(*settings)
-        self.function, self.trainer = function, trainer
+        self.function = function
+        self.trainer = trainer
+        self.vocab_size = vocab_size
 
     def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
         # 1. Call the function with the prompts of all rows.
@@ -282,10 +284,9 @@ class FunctionPlayer(Player):
                     "`rollout_func` must return a dict with lists of token ids, `prompt_ids` and `completion_ids`, "
                     f"and `env_mask` with 1 at sampled tokens if others wrote some; row {number} has no valid ones."
                 )
-            tokens = self.trainer.actor_critic.config.get_text_config().vocab_size
-            if not all(0 <= token < tokens for token in prompt_ids + completion_ids):
+            if not all(0 <= token < self.vocab_size for token in prompt_ids + completion_ids):
                 raise ValueError(
-                    f"`rollout_func` must return ids of the model's {tokens} tokens, row {number} has others; use the "
+                    f"`rollout_func` must return ids of the model's {self.vocab_size} tokens, row {number} has others; use the "
                     "model's tokenizer."
                 )
             if end > (limit := self.trainer.args.max_completion_length):
@@ -317,7 +318,8 @@ def build_player(
     kind = OverlappingGenerator if args.vllm_options.overlap_rollouts else kind
     generator, bootstraps = kind(actor_critic, tokenizer, args, accelerator), args.critic_options.bootstrap_truncated
     if environments.rollout_func is not None:
-        return FunctionPlayer(environments.rollout_func, trainer, generator, tokenizer, bootstraps)
+        vocab_size = actor_critic.config.get_text_config().vocab_size
+        return FunctionPlayer(environments.rollout_func, trainer, vocab_size, generator, tokenizer, bootstraps)
     if environments:
         return EnvironmentPlayer(generator, environments, args, context_length)
     return Player(generator, tokenizer, bootstraps)

@@ -683,7 +683,7 @@ def test_ranks_that_share_a_prompt_sample_with_other_noise():
     for rank in (0, 1, 1):
         args = SimpleNamespace(process_index=rank, device=CPU, max_completion_length=8)
         generator, built = Script(byte_tokenizer(), {}), byte_tokenizer()
-        player = FunctionPlayer(sampling, SimpleNamespace(args=args), generator, built)
+        player = FunctionPlayer(sampling, SimpleNamespace(args=args), 100, generator, built)
         [episode] = player.play([{"prompt": "q", PROMPT_IDS: [5]}], [7])
         drawn.append(episode.completion_ids)
     assert drawn[0] != drawn[1] == drawn[2]
