@@ -286,8 +286,8 @@ class FunctionPlayer(Player):
                 )
             if not all(0 <= token < self.vocab_size for token in prompt_ids + completion_ids):
                 raise ValueError(
-                    f"`rollout_func` must return ids of the model's {self.vocab_size} tokens, row {number} has others; "
-                    "use the model's tokenizer."
+                    f"`rollout_func` must return ids of the model's {self.vocab_size} tokens, row {number} has "
+                    "others; use its tokenizer."
                 )
             if end > (limit := self.trainer.args.max_completion_length):
                 got = f"{end} tokens in row {number}; raise it, or sample fewer"
