@@ -1,34 +1,41 @@
 """PPO and its rivals on small tasks whose optimum is known, at equal completions.
 
     python benchmarks/arena.py                       # every task and rival: tune, then five seeds
-    python benchmarks/arena.py --tasks token --rivals RLOO ReBN
-    python benchmarks/arena.py --tasks cost --rivals RLOO --rates 1e-3 --seeds 0 1 --out part.json   # without tuning
-    python benchmarks/arena.py --table               # table and figure of benchmarks/README.md from the saved results
-    python benchmarks/arena.py --table part.json other.json                    # only the table, of these
+    python benchmarks/arena.py --tasks token --rivals RLOO ReBN python benchmarks/arena.py --tasks
+    cost --rivals RLOO --rates 1e-3 --seeds 0 1 --out part.json   # without tuning python
+    benchmarks/arena.py --table               # table and figure of benchmarks/README.md from the
+    saved results python benchmarks/arena.py --table part.json other.json                    # only
+    the table, of these
 
-A two-layer Llama with random weights and a LoRA adapter writes 32 tokens of 12 kinds (8 in mixed), or plays the turns
-of benchmarks/turns.py. All rivals have the same model, prompts, rollouts and epochs. Each takes the learning rate of
-`RATES` with the best mean over 30 rollouts on a seed of its own; the results are of `SEEDS`. So each rival takes seven
-runs per task, of one to three minutes on a core. Writes benchmarks/results/arena.json, or another file: so several
-processes can run at once, each with `--workers 1`.
+A two-layer Llama with random weights and a LoRA adapter writes 32 tokens of 12 kinds (8 in mixed),
+or plays the turns of benchmarks/turns.py. All rivals have the same model, prompts, rollouts and
+epochs. Each takes the learning rate of `RATES` with the best mean over 30 rollouts on a seed of its
+own; the results are of `SEEDS`. So each rival takes seven runs per task, of one to three minutes on
+a core. Writes benchmarks/results/arena.json, or another file: so several processes can run at once,
+each with `--workers 1`.
 
-    python benchmarks/arena.py --tasks "spelled mistake" "spelled lake" --rivals "PPO, side" "PPO, turn" "PPO, both"
+    python benchmarks/arena.py --tasks "spelled mistake" "spelled lake" --rivals "PPO, side" "PPO,
+    turn" "PPO, both"
 
 compares the levels of advantages, which differ only where a turn has several tokens.
 
-Tasks of one turn; right is the token that a fixed permutation assigns to the one before it, so the best policy is
-always right:
+Tasks of one turn; right is the token that a fixed permutation assigns to the one before it, so the
+best policy is always right:
 
 - token: a reward of 1 for each right token. Group baselines see only the sum.
-- noise: the same plus N(0, 1) at each token, times a number from 0.1 to 10 that belongs to the prompt.
+- noise: the same plus N(0, 1) at each token, times a number from 0.1 to 10 that belongs to the
+  prompt.
 - worth: token plus N(0, 1) at each token, plus a number from -3 to 3 that belongs to the prompt.
 - chain: a reward of 1 for each right token before the first wrong one.
-- mixed, a control: a score of 1 at the end if the first token is one of 1 to 12 that the prompt accepts, by the
-  quantiles of Beta(1/2, 1/2): many prompts are solved by all or none of a group, and there is little to predict.
-- steps 12, 50, 200: process rewards. A completion has 4 steps of so many tokens. Each has one decision, its first
-  token: right is what the permutation assigns to the first token of the step before, or to the last one of the prompt.
-  It pays 1 at the last token of its step. The other tokens do nothing. Rollouts of steps 50 and 200 have only 64
-  completions, so that a run takes less than ten minutes on a core.
+- mixed, a control: a score of 1 at the end if the first token is one of 1 to 12 that the prompt
+  accepts, by the
+  quantiles of Beta(1/2, 1/2): many prompts are solved by all or none of a group, and there is
+  little to predict.
+- steps 12, 50, 200: process rewards. A completion has 4 steps of so many tokens. Each has one
+  decision, its first
+  token: right is what the permutation assigns to the first token of the step before, or to the last
+  one of the prompt. It pays 1 at the last token of its step. The other tokens do nothing. Rollouts
+  of steps 50 and 200 have only 64 completions, so that a run takes less than ten minutes on a core.
 """
 
 import argparse
@@ -49,18 +56,27 @@ from student import margin
 from turns import TASKS, WORDS, share
 
 HERE = Path(__file__).resolve().parent
-RESULTS, FIGURE = HERE / "results" / "arena.json", HERE.parent / "docs" / "arena.svg"
-KINDS, ROLLOUT, ROLLOUTS = 12, 256, 30
-EPOCHS, MINIBATCHES = 4, 4  # in which a rollout is learned
-LONG = {name: 60 for name in TASKS if name.split()[-1] in ("cues", "lake", "wordle")}  # that nobody learns in 30
+RESULTS = HERE / "results" / "arena.json"
+FIGURE = HERE.parent / "docs" / "arena.svg"
+KINDS = 12
+ROLLOUT = 256
+ROLLOUTS = 30
+# in which a rollout is learned
+EPOCHS = 4
+MINIBATCHES = 4
+# that nobody learns in 30
+LONG = {name: 60 for name in TASKS if name.split()[-1] in ("cues", "lake", "wordle")}
 LONG |= {"steps 12": 60, "steps 50": 120}
-LENGTHS = {"token": 32, "noise": 32, "worth": 32, "chain": 32, "mixed": 8}  # of completions, by task of one turn
+# of completions, by task of one turn
+LENGTHS = {"token": 32, "noise": 32, "worth": 32, "chain": 32, "mixed": 8}
 STEP_LENGTHS = {"steps 12": 12, "steps 50": 50, "steps 200": 200}  # in tokens
 STEPS = 4  # of a completion
 SMALL_ROLLOUTS = {"steps 50": 64, "steps 200": 64}  # completions, where they are long
 LENGTHS |= {name: STEPS * length for name, length in STEP_LENGTHS.items()}
 LENGTHS |= {name: task.length for name, task in TASKS.items()}
-RATES, TUNED_ON, SEEDS = (3e-4, 1e-3), 100, (0, 1, 2, 3, 4)
+RATES = (3e-4, 1e-3)
+TUNED_ON = 100
+SEEDS = (0, 1, 2, 3, 4)
 GROUPS = {"critic": "none", "num_generations": 8}
 CENTERED = {"normalize_values": True, "whiten_advantages": False, "vf_coef": 0.5}
 DEFAULT = {"critic_learning_rate": None}  # that of the config, instead of the policy's
@@ -101,14 +117,18 @@ COLORS = {
 
 
 def accepted(prompt: list[int]) -> int:
-    """Number of first tokens that a prompt of the mixed task accepts, which are those after its last one."""
+    """Number of first tokens that a prompt of the mixed task accepts, which are those after its
+    last one."""
     quantile = (KINDS * prompt[0] + prompt[1] + 0.5) / KINDS**2
     return min(int(KINDS * math.sin(math.pi / 2 * quantile) ** 2) + 1, KINDS)
 
 
 def right_tokens(prompt: list[int], completion: list[int]) -> list[bool]:
     """Whether each token is the one that follows its predecessor."""
-    return [after == (5 * before + 1) % KINDS for before, after in zip([prompt[-1], *completion], completion)]
+    return [
+        after == (5 * before + 1) % KINDS
+        for before, after in zip([prompt[-1], *completion], completion)
+    ]
 
 
 class Task:
@@ -132,7 +152,8 @@ class Task:
         if self.name == "mixed":
             pairs = zip(numbers, completion_ids)
             scores = [
-                float((ids[0] - prompt[1]) % KINDS < accepted(prompt) and ids[0] < KINDS) for prompt, ids in pairs
+                float((ids[0] - prompt[1]) % KINDS < accepted(prompt) and ids[0] < KINDS)
+                for prompt, ids in pairs
             ]
             self.record(statistics.mean(scores))
             return scores
@@ -144,15 +165,24 @@ class Task:
         self.record(sum(map(sum, right)) / LENGTHS[self.name] / len(right))
         if self.name not in ("noise", "worth"):
             return [[float(x) for x in row] for row in right]
-        rewards = torch.tensor(right) + torch.randn(len(right), len(right[0]), generator=self.generator)
-        place = torch.tensor([prompt[0] for prompt in numbers])[:, None] / (KINDS - 1)  # of the prompt, 0 to 1
-        return (rewards * 10 ** (2 * place - 1) if self.name == "noise" else rewards + 6 * place - 3).tolist()
+        rewards = torch.tensor(right) + torch.randn(
+            len(right), len(right[0]), generator=self.generator
+        )
+        # of the prompt, 0 to 1
+        place = torch.tensor([prompt[0] for prompt in numbers])[:, None] / (KINDS - 1)
+        return (
+            rewards * 10 ** (2 * place - 1) if self.name == "noise" else rewards + 6 * place - 3
+        ).tolist()
 
-    def pay_steps(self, prompts: list[list[int]], completions: list[list[int]]) -> list[list[tuple[int, float]]]:
+    def pay_steps(
+        self, prompts: list[list[int]], completions: list[list[int]]
+    ) -> list[list[tuple[int, float]]]:
         """Pay each step at its last token, as `(position, reward)` pairs."""
         length = STEP_LENGTHS[self.name]
         ends = range(length - 1, STEPS * length, length)
-        decisions = [right_tokens(prompt, ids[::length]) for prompt, ids in zip(prompts, completions)]
+        decisions = [
+            right_tokens(prompt, ids[::length]) for prompt, ids in zip(prompts, completions)
+        ]
         by_step = [statistics.mean(column) for column in zip(*decisions)]
         self.steps.append([round(x, 4) for x in by_step])
         self.record(statistics.mean(by_step))
@@ -165,7 +195,8 @@ class Task:
 
 
 def model_of(kinds: int) -> tuple[Any, Any]:
-    """Model of numbers, a token that is always wrong, and an EOS that is never sampled; and its tokenizer."""
+    """Model of numbers, a token that is always wrong, and an EOS that is never sampled; and its
+    tokenizer."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -173,10 +204,22 @@ def model_of(kinds: int) -> tuple[Any, Any]:
     words = {f"w{i}": i for i in range(kinds)} | {"<pad>": kinds, "<eos>": kinds + 1}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>"
+    )
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    tokens = {"vocab_size": len(words), "pad_token_id": None, "bos_token_id": None, "eos_token_id": kinds + 1}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    tokens = {
+        "vocab_size": len(words),
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": kinds + 1,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, initializer_range=0.2)), tokenizer
 
 
@@ -200,8 +243,11 @@ def won(environments: list, **kwargs: Any) -> list[float]:
     return [float(environment.won) for environment in environments]
 
 
-def trainer_of(job: tuple[str, str, float, int], directory: str, watch: Callable[[float], None]) -> tuple[Any, Task]:
-    """Trainer of one rival on one task with one rate and seed, on one thread; and the task, which records."""
+def trainer_of(
+    job: tuple[str, str, float, int], directory: str, watch: Callable[[float], None]
+) -> tuple[Any, Task]:
+    """Trainer of one rival on one task with one rate and seed, on one thread; and the task,
+    which records."""
     task_name, rival, rate, seed = job
     import torch
     from datasets import Dataset
@@ -212,20 +258,30 @@ def trainer_of(job: tuple[str, str, float, int], directory: str, watch: Callable
     torch.set_num_threads(1)
     # 1. A model and prompts.
     environment = TASKS.get(task_name)
-    kinds = WORDS if environment else KINDS
+    if environment:
+        kinds = WORDS
+    else:
+        kinds = KINDS
     model, tokenizer = model_of(kinds)
     if environment:
         prompts = Dataset.from_dict({"prompt": ["w20"] * KINDS**2, "number": range(KINDS**2)})
         play = {"environment_factory": environment}
         if hasattr(environment, "fixed_cost"):
             play["monitor_funcs"] = won
-        of_task = {"stop_token_ids": [*getattr(environment, "stops", range(kinds + 1))]}  # else a turn is a word
+        # else a turn is a word
+        of_task = {"stop_token_ids": [*getattr(environment, "stops", range(kinds + 1))]}
     else:
-        prompts = Dataset.from_dict({"prompt": [f"w{i} w{j}" for i in range(KINDS) for j in range(KINDS)]})
-        play, of_task = {}, {"generation_kwargs": {"min_new_tokens": LENGTHS[task_name]}}
+        prompts = Dataset.from_dict(
+            {"prompt": [f"w{i} w{j}" for i in range(KINDS) for j in range(KINDS)]}
+        )
+        play = {}
+        of_task = {"generation_kwargs": {"min_new_tokens": LENGTHS[task_name]}}
 
     # 2. The same rollouts for every rival.
-    rollouts = ROLLOUTS if seed == TUNED_ON else LONG.get(task_name, ROLLOUTS)
+    if seed == TUNED_ON:
+        rollouts = ROLLOUTS
+    else:
+        rollouts = LONG.get(task_name, ROLLOUTS)
     rollout = rollout_of(task_name)
     task = Task(task_name, seed, watch)
     args = PPOConfig(
@@ -250,12 +306,19 @@ def trainer_of(job: tuple[str, str, float, int], directory: str, watch: Callable
         **settings_of(task_name, rival, rate),
     )
     adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-    rewards = None if environment else task
-    trainer = PPOTrainer(model, rewards, args, prompts, processing_class=tokenizer, peft_config=adapter, **play)
+    if environment:
+        rewards = None
+    else:
+        rewards = task
+    trainer = PPOTrainer(
+        model, rewards, args, prompts, processing_class=tokenizer, peft_config=adapter, **play
+    )
     return trainer, task
 
 
-def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lambda share: None) -> dict:
+def train(
+    job: tuple[str, str, float, int], watch: Callable[[float], None] = lambda share: None
+) -> dict:
     """Train one rival on one task with one rate and seed."""
     task_name, rival, rate, seed = job
     with tempfile.TemporaryDirectory() as directory:
@@ -265,7 +328,9 @@ def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lam
     if environment := TASKS.get(task_name):
         task.shares = [share(environment, row["reward"]) for row in history]
     names = {name for row in history for name in row if name == "lam" or name.startswith("value/")}
-    logged = {name: [round(row[name], 4) for row in history if name in row] for name in sorted(names)}
+    logged = {
+        name: [round(row[name], 4) for row in history if name in row] for name in sorted(names)
+    }
     run = {
         "task": task_name,
         "rival": rival,
@@ -280,7 +345,11 @@ def train(job: tuple[str, str, float, int], watch: Callable[[float], None] = lam
         run["success"] = success
     if task.steps:
         run["steps"] = task.steps
-    print(f"{task_name}, {rival}, {rate:g}, seed {seed}: {100 * statistics.mean(task.shares[-3:]):.0f} %", flush=True)
+    print(
+        f"{task_name}, {rival}, {rate:g}, seed {seed}: "
+        f"{100 * statistics.mean(task.shares[-3:]):.0f} %",
+        flush=True,
+    )
     return run
 
 
@@ -291,12 +360,19 @@ def probed(task_name: str, seed: int, completions: int = 2048) -> str:
     with tempfile.TemporaryDirectory() as directory:
         trainer, _ = trainer_of((task_name, "PPO, side", 1e-3, seed), directory, lambda share: None)
         found = probe(trainer, completions)
-    cells = ["" if x is None else f"{x[0]:.2f} ({x[1]:.2f} to {x[2]:.2f})" for x in found["agreement"].values()]
-    return f"| {task_name} | {found['explained_variance']:.2f} | {' | '.join(cells)} | {found['verdict']} |"
+    cells = [
+        "" if x is None else f"{x[0]:.2f} ({x[1]:.2f} to {x[2]:.2f})"
+        for x in found["agreement"].values()
+    ]
+    return (
+        f"| {task_name} | {found['explained_variance']:.2f} | {' | '.join(cells)} | "
+        f"{found['verdict']} |"
+    )
 
 
 def compete(task_name: str, rival: str, rates: Sequence[float], seeds: Sequence[int]) -> list[dict]:
-    """Tune the rate of a rival on a task with a seed of its own, if there are several, then train the others."""
+    """Tune the rate of a rival on a task with a seed of its own, if there are several, then
+    train the others."""
     tuned = []
     if len(rates) > 1:
         tuned = [train((task_name, rival, rate, TUNED_ON)) for rate in rates]
@@ -306,7 +382,8 @@ def compete(task_name: str, rival: str, rates: Sequence[float], seeds: Sequence[
 
 
 def merged(runs: list[dict], made: list[dict]) -> list[dict]:
-    """Runs with those that were made; of their rival on their task, those of seeds at another rate are dropped."""
+    """Runs with those that were made; of their rival on their task, those of seeds at another
+    rate are dropped."""
     last = made[-1]
     pair = last["task"], last["rival"]
     keys = {(run["rate"], run["seed"]) for run in made}
@@ -326,19 +403,27 @@ def until(shares: list[float], rollout: int = ROLLOUT, goal: float = 0.9) -> int
 
 
 def table(runs: list[dict]) -> str:
-    """Markdown table: share of the optimum after half of the run and at its end, completions to 90 %."""
+    """Markdown table: share of the optimum after half of the run and at its end, completions to
+    90 %."""
     lines = [
         "| task | rival | rate | after half | at the end | 90 % after | explained variance |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for task, rival in dict.fromkeys((run["task"], run["rival"]) for run in runs):
-        chosen = [run for run in runs if (run["task"], run["rival"]) == (task, rival) and run["seed"] != TUNED_ON]
+        chosen = [
+            run
+            for run in runs
+            if (run["task"], run["rival"]) == (task, rival) and run["seed"] != TUNED_ON
+        ]
         if not chosen:
             continue
         if len({run["rate"] for run in chosen}) > 1:
             raise ValueError(f"{task}, {rival} has runs of two rates; remove those of one.")
         cells = []
-        for part in (slice(len(chosen[0]["shares"]) // 2 - 3, len(chosen[0]["shares"]) // 2), slice(-3, None)):
+        for part in (
+            slice(len(chosen[0]["shares"]) // 2 - 3, len(chosen[0]["shares"]) // 2),
+            slice(-3, None),
+        ):
             ends = [100 * statistics.mean(run["shares"][part]) for run in chosen]
             cells.append(f"{statistics.mean(ends):.0f} ± {margin(ends):.0f} %")
         reached = sorted((until(run["shares"], rollout_of(task)) or float("inf")) for run in chosen)
@@ -357,7 +442,11 @@ def figure(runs: list[dict]) -> str:
     panels: dict[str, list[Curve]] = {}
     drawn = [task for task in LENGTHS if rollout_of(task) == ROLLOUT]
     for task, (rival, color) in product(drawn, COLORS.items()):
-        chosen = [x["shares"] for x in runs if (x["task"], x["rival"]) == (task, rival) and x["seed"] in SEEDS]
+        chosen = [
+            x["shares"]
+            for x in runs
+            if (x["task"], x["rival"]) == (task, rival) and x["seed"] in SEEDS
+        ]
         if chosen:
             panels.setdefault(task, []).append(
                 Curve(rival, color, [statistics.mean(shares) for shares in zip(*chosen)])
@@ -366,15 +455,29 @@ def figure(runs: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", nargs="+", default=list(LENGTHS), choices=list(LENGTHS))
     parser.add_argument("--rivals", nargs="+", default=list(RIVALS), choices=list(RIVALS))
-    parser.add_argument("--rates", nargs="+", type=float, default=RATES, help="the only one, or those to choose from")
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=RATES,
+        help="the only one, or those to choose from",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file of the results, which keeps other runs")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="file of the results, which keeps other runs"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--table", nargs="*", type=Path, metavar="FILE", help="only print the table of these files")
-    parser.add_argument("--probe", type=int, metavar="SEED", help="only probe the tasks, before training")
+    parser.add_argument(
+        "--table", nargs="*", type=Path, metavar="FILE", help="only print the table of these files"
+    )
+    parser.add_argument(
+        "--probe", type=int, metavar="SEED", help="only probe the tasks, before training"
+    )
     options = parser.parse_args()
     sys.path.insert(0, str(HERE.parent))
     if options.probe is not None:
@@ -388,15 +491,22 @@ def main() -> None:
             FIGURE.write_text(figure(saved))
         return
     if TUNED_ON in options.seeds:
-        parser.error(f"`--seeds` must not have {TUNED_ON}, on which rates are tuned, got {options.seeds}.")
+        parser.error(
+            f"`--seeds` must not have {TUNED_ON}, on which rates are tuned, got {options.seeds}."
+        )
     pairs = [
         (task, rival)
         for task, rival in product(options.tasks, options.rivals)
         if rival != PER_STEP or task in STEP_LENGTHS
     ]
-    runs = json.loads(options.out.read_text()) if options.out.exists() else []
+    if options.out.exists():
+        runs = json.loads(options.out.read_text())
+    else:
+        runs = []
     with ProcessPoolExecutor(options.workers) as pool:
-        competitions = [pool.submit(compete, task, rival, options.rates, options.seeds) for task, rival in pairs]
+        competitions = [
+            pool.submit(compete, task, rival, options.rates, options.seeds) for task, rival in pairs
+        ]
         for competition in as_completed(competitions):
             made = competition.result()
             runs = merged(runs, made)

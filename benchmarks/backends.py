@@ -1,7 +1,10 @@
-"""Tokens per second of each sampling backend, and milliseconds of an adapter's swap: `python benchmarks/backends.py`.
+"""Tokens per second of each sampling backend, and milliseconds of an adapter's swap: `python
+benchmarks/backends.py`.
 
-SmolLM2-135M-Instruct in bfloat16, LoRA of rank 16 on all linear layers, and 64 prompts of 17 tokens with up to 64 new
-tokens: once without other ends than its own, once with every 24th token as an end. One core; the best of three. Needs
+SmolLM2-135M-Instruct in bfloat16, LoRA of rank 16 on all linear layers, and 64 prompts of 17 tokens
+with up to 64 new
+tokens: once without other ends than its own, once with every 24th token as an end. One core; the
+best of three. Needs
 vLLM for its row: `make test-vllm` installs it into .venv-vllm.
 """
 
@@ -17,7 +20,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "backends.json"
-PROMPTS, PROMPT, NEW = 64, 17, 64
+PROMPTS = 64
+PROMPT = 17
+NEW = 64
 KINDS = "of one length", "of many lengths"
 
 
@@ -47,8 +52,11 @@ def measure(
         }
         for name in kinds:
             args = config(f"{directory}/{name}", **settings | fields)
-            if name != KINDS[0]:  # a completion has 3/8 of the tokens in the mean, if all tokens are as likely
-                args.stop_token_ids = [*range(4, vocabulary, max(3 * args.max_completion_length // 8, 1))]
+            # a completion has 3/8 of the tokens in the mean, if all tokens are as likely
+            if name != KINDS[0]:
+                args.stop_token_ids = [
+                    *range(4, vocabulary, max(3 * args.max_completion_length // 8, 1))
+                ]
             trainer = PPOTrainer(
                 base,
                 length_reward,
@@ -58,8 +66,12 @@ def measure(
                 quantization_config=quantization,
             )
             generator = trainer.roles.player.generator
-            ids = [[4 + (31 * row + k) % (vocabulary - 4) for k in range(PROMPT)] for row in range(PROMPTS)]
-            rates, swaps = [], []
+            ids = [
+                [4 + (31 * row + k) % (vocabulary - 4) for k in range(PROMPT)]
+                for row in range(PROMPTS)
+            ]
+            rates = []
+            swaps = []
             for _ in range(4):  # the first warms up
                 for x in trainer.actor_critic.policy_parameters().values():
                     x.data += 1e-4  # an adapter that has not moved is not loaded
@@ -87,11 +99,16 @@ def main() -> None:
         settings: dict = {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}}
         print("RESULT" + json.dumps(measure(sys.argv[1], base_model(), 49152, **settings)))
         return
-    results, alone = {}, os.environ | {"OMP_NUM_THREADS": "1"}
+    results = {}
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
     for backend in ("transformers", *(["vllm"] if find_spec("vllm") else [])):
-        run = subprocess.run([sys.executable, __file__, backend], capture_output=True, text=True, env=alone)
+        run = subprocess.run(
+            [sys.executable, __file__, backend], capture_output=True, text=True, env=alone
+        )
         lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
-        results[backend] = json.loads(lines[0].removeprefix("RESULT")) if lines else run.stderr[-500:]
+        results[backend] = (
+            json.loads(lines[0].removeprefix("RESULT")) if lines else run.stderr[-500:]
+        )
         print(backend, results[backend], flush=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 

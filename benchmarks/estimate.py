@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/estimate.py [NAME ...]
     python benchmarks/estimate.py --table    # the table of docs/speed_and_memory.md; runs nothing
 
-Each case runs two PPO steps in its own process. On a CPU a dispatch mode follows every storage from the operation that
-makes it until it is freed, whatever malloc does; resident memory since the imports is printed beside it. On a GPU the
-peak is `torch.cuda.max_memory_allocated`. Prints a table, and without names writes benchmarks/results/estimate.json.
-Takes some minutes.
+Each case runs two PPO steps in its own process. On a CPU a dispatch mode follows every storage from
+the operation that makes it until it is freed, whatever malloc does; resident memory since the
+imports is printed beside it. On a GPU the peak is `torch.cuda.max_memory_allocated`. Prints a
+table, and without names writes benchmarks/results/estimate.json. Takes some minutes.
 """
 
 import importlib.metadata
@@ -46,7 +46,8 @@ from trl_ppo_ext.ppo import rollouts
 
 RESULTS = Path(__file__).parent / "results" / "estimate.json"
 MIB = 2**20
-PHASES = ("generate", "forward", "score", "update")  # the estimate has no "forward", since an update takes more
+# the estimate has no "forward", since an update takes more
+PHASES = ("generate", "forward", "score", "update")
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,13 @@ class Case:
     shape: Shape
     dtype: str = "bf16"
     fields: dict[str, Any] = field(default_factory=dict)
-    classifier: str | None = None  # dtype or quantization of one of the same shape, or "adapter"; else a function
+    # dtype or quantization of one of the same shape, or "adapter"; else a function
+    classifier: str | None = None
     quantized: bool = False  # NF4 base
     family: str = "llama"  # others have half as many heads for keys and values, and tied embeddings
     lora: dict[str, Any] = field(default_factory=dict)
-    same_length: bool = True  # whether prompts have one length, so that attention needs no padding; else estimated
+    # whether prompts have one length, so that attention needs no padding; else estimated
+    same_length: bool = True
 
 
 WIDE = Shape(32000, 512, 4, 8, 64, 64)
@@ -84,9 +87,12 @@ CASES = {
         WIDE, fields={"kl_estimator": "exact", "kl_placement": "both", "entropy_coef": 0.01}
     ),
     "bf16, large rollout, micro-batches of 1": Case(
-        SHAPES["small"], fields={"per_device_train_batch_size": 1, "gradient_accumulation_steps": 48}
+        SHAPES["small"],
+        fields={"per_device_train_batch_size": 1, "gradient_accumulation_steps": 48},
     ),
-    "bf16, Qwen3, prompts of several lengths": Case(SHAPES["small"], same_length=False, family="qwen3"),
+    "bf16, Qwen3, prompts of several lengths": Case(
+        SHAPES["small"], same_length=False, family="qwen3"
+    ),
     "bf16, reward adapter, scored 48 at a time": Case(
         SHAPES["small"],
         fields={
@@ -102,7 +108,8 @@ CASES = {
 
 
 class Tracker(TorchDispatchMode):
-    """Bytes of all live tensors, and their peak by phase; each storage counts once, a kernel's own memory does not."""
+    """Bytes of all live tensors, and their peak by phase; each storage counts once, a kernel's
+    own memory does not."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +149,8 @@ class CUDATracker:
     """The same from the allocator of a GPU."""
 
     def __init__(self):
-        self.phase, self.peaks = "load", {}
+        self.phase = "load"
+        self.peaks = {}
 
     def __enter__(self):
         torch.cuda.reset_peak_memory_stats()
@@ -154,7 +162,9 @@ class CUDATracker:
     def enter(self, phase: str) -> None:
         """Count peaks for a phase from now on."""
         torch.cuda.synchronize()
-        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), torch.cuda.max_memory_allocated())
+        self.peaks[self.phase] = max(
+            self.peaks.get(self.phase, 0), torch.cuda.max_memory_allocated()
+        )
         torch.cuda.reset_peak_memory_stats()
         self.phase = phase
 
@@ -206,7 +216,9 @@ def arguments(case: Case, directory: str) -> dict[str, Any]:
     } | case.fields
     args = PPOConfig(directory, **settings)
     args.max_steps = 2 * args.num_ppo_epochs * args.num_mini_batches
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
     return {
         "args": args,
         "peft_config": LoraConfig(**LORA | case.lora),
@@ -216,17 +228,25 @@ def arguments(case: Case, directory: str) -> dict[str, Any]:
 
 def of_family(llama: Any, family: str) -> Any:
     """The config of another kind of model, of about the same size."""
-    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings "
+    names = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "max_position_embeddings "
+    )
     names += "bos_token_id eos_token_id pad_token_id"
     same = {name: getattr(llama, name) for name in names.split()}
     heads = llama.num_attention_heads // 2
-    return AutoConfig.for_model(family, **same, num_key_value_heads=heads, tie_word_embeddings=True, head_dim=64)
+    return AutoConfig.for_model(
+        family, **same, num_key_value_heads=heads, tie_word_embeddings=True, head_dim=64
+    )
 
 
 def saved_models(case: Case, directory: Path) -> tuple[str, str]:
     """Directories of the policy and of the classifier."""
     weights = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    dtypes = {"base": weights[case.dtype], "classifier": weights.get(case.classifier or "", weights[case.dtype])}
+    dtypes = {
+        "base": weights[case.dtype],
+        "classifier": weights.get(case.classifier or "", weights[case.dtype]),
+    }
     for name, dtype in dtypes.items():
         made = model(case.shape, dtype, classifier=name == "classifier", seed=len(name))
         if case.family != "llama" and name == "base":
@@ -234,8 +254,12 @@ def saved_models(case: Case, directory: Path) -> tuple[str, str]:
         made.save_pretrained(directory / name)
         tokenizer(case.shape).save_pretrained(directory / name)
     if case.classifier == "adapter":
-        scorer = AutoModelForSequenceClassification.from_pretrained(directory / "base", num_labels=1)
-        get_peft_model(scorer, LoraConfig(**LORA | {"task_type": "SEQ_CLS"})).save_pretrained(directory / "adapter")
+        scorer = AutoModelForSequenceClassification.from_pretrained(
+            directory / "base", num_labels=1
+        )
+        get_peft_model(scorer, LoraConfig(**LORA | {"task_type": "SEQ_CLS"})).save_pretrained(
+            directory / "adapter"
+        )
     return str(directory / "base"), str(directory / "classifier")
 
 
@@ -245,7 +269,10 @@ def rewards(case: Case, classifier: str) -> Any:
         return RewardAdapter(str(Path(classifier).parent / "adapter"), check_base=False)
     if case.classifier in (None, "nf4"):
         return short if case.classifier is None else classifier
-    dtype = torch.bfloat16 if case.classifier == "bf16" else torch.float32
+    if case.classifier == "bf16":
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float32
     return AutoModelForSequenceClassification.from_pretrained(classifier, dtype=dtype)
 
 
@@ -254,22 +281,32 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
     base, classifier = saved_models(case, Path(directory))
     baseline = resident()
     gpu = torch.cuda.is_available()
-    tracker = CUDATracker() if gpu else Tracker()
+    if gpu:
+        tracker = CUDATracker()
+    else:
+        tracker = Tracker()
     rows = Dataset.from_dict({"prompt": texts(case, 4 * case.shape.batch)})
     with tracker:
         kwargs = arguments(case, directory)
         trainer = PPOTrainer(
-            base, rewards(case, classifier), train_dataset=rows, processing_class=tokenizer(case.shape), **kwargs
+            base,
+            rewards(case, classifier),
+            train_dataset=rows,
+            processing_class=tokenizer(case.shape),
+            **kwargs,
         )
         models = [trainer.model, *(getattr(x, "model", None) for x in trainer.roles.rewards)]
         for loaded in [] if gpu else [x for x in models if isinstance(x, torch.nn.Module)]:
-            for tensor in [*loaded.parameters(), *loaded.buffers()]:  # tensors read from a file come from no operation
+            # tensors read from a file come from no operation
+            for tensor in [*loaded.parameters(), *loaded.buffers()]:
                 tracker.add(tensor)
         for reward in trainer.roles.rewards:
             reward.score = in_phase(tracker, "score", reward.score)
         generator = trainer.roles.player.generator
         generator.generate = in_phase(tracker, "generate", generator.generate)
-        with patch.object(rollouts, "score_tokens", in_phase(tracker, "forward", rollouts.score_tokens)):
+        with patch.object(
+            rollouts, "score_tokens", in_phase(tracker, "forward", rollouts.score_tokens)
+        ):
             trainer.train()
     return {
         "phases": {phase: tracker.peaks.get(phase, 0) / MIB for phase in ("load", *PHASES)},
@@ -279,7 +316,8 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
 
 def estimated(case: Case, directory: str) -> Any:
     """Estimate a case from its configs."""
-    base, classifier = Path(directory) / "base", Path(directory) / "classifier"
+    base = Path(directory) / "base"
+    classifier = Path(directory) / "classifier"
     reward: Any = rewards(case, str(classifier)) if case.classifier in ("nf4", "adapter") else None
     if case.classifier in ("bf16", "fp32"):
         dtype = {"fp32": torch.float32}.get(case.classifier, torch.bfloat16)
@@ -301,7 +339,9 @@ def one(name: str) -> None:
     numbers = {
         "peak": estimate.peak / MIB,
         "phases": (estimate.phases.sum() / MIB).to_dict(),
-        "parts": {phase: (parts.dropna() / MIB).to_dict() for phase, parts in estimate.phases.items()},
+        "parts": {
+            phase: (parts.dropna() / MIB).to_dict() for phase, parts in estimate.phases.items()
+        },
     }
     print("\n" + json.dumps({"name": name, "measured": measured, "estimated": numbers}), flush=True)
 
@@ -310,10 +350,20 @@ def hardware() -> dict[str, Any]:
     """Hardware and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+    else:
+        gpu = None
     packages = ("torch", "transformers", "peft", "trl", "bitsandbytes")
-    versions = {name: importlib.metadata.version(name) for name in packages} | {"python": platform.python_version()}
-    return {"cpu": names[0] if names else platform.machine(), "cores": len(names), "gpu": gpu, "versions": versions}
+    versions = {name: importlib.metadata.version(name) for name in packages} | {
+        "python": platform.python_version()
+    }
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(names),
+        "gpu": gpu,
+        "versions": versions,
+    }
 
 
 def main(names: list[str]) -> None:
@@ -326,12 +376,18 @@ def main(names: list[str]) -> None:
             sys.exit(f"{name} failed:\n{process.stderr[-3000:]}")
         result = json.loads(process.stdout.splitlines()[-1])
         results.append(result)
-        measured, estimate = result["measured"]["phases"], result["estimated"]["phases"]
+        measured = result["measured"]["phases"]
+        estimate = result["estimated"]["phases"]
         peak = max(measured[phase] for phase in PHASES)
-        ratios = "  ".join(f"{phase} {estimate[phase]:.1f}/{measured[phase]:.1f}" for phase in estimate)
+        ratios = "  ".join(
+            f"{phase} {estimate[phase]:.1f}/{measured[phase]:.1f}" for phase in estimate
+        )
         ratio = result["estimated"]["peak"] / peak
         resident = result["measured"]["resident"]
-        print(f"{name:42} {result['estimated']['peak']:9.1f} {peak:9.1f} {ratio:6.3f} {resident:9.1f}   {ratios}")
+        print(
+            f"{name:42} {result['estimated']['peak']:9.1f} {peak:9.1f} {ratio:6.3f} "
+            f"{resident:9.1f}   {ratios}"
+        )
         sys.stdout.flush()
     if not names:
         summary = {"hardware": hardware(), "unit": "MiB", "results": results}
@@ -365,14 +421,28 @@ def config_of(name: str, **more: Any) -> Qwen2Config:
 
 def table() -> str:
     """The table of docs/speed_and_memory.md."""
-    lines = ["| base | bf16 | NF4 | bf16, checkpointing | NF4, checkpointing |", "|---|---:|---:|---:|---:|"]
-    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_completion_length": 512}
-    settings |= {"per_device_generation_batch_size": 32, "use_cpu": True, "bf16": True, "report_to": "none"}
+    lines = [
+        "| base | bf16 | NF4 | bf16, checkpointing | NF4, checkpointing |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    settings = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 8,
+        "max_completion_length": 512,
+    }
+    settings |= {
+        "per_device_generation_batch_size": 32,
+        "use_cpu": True,
+        "bf16": True,
+        "report_to": "none",
+    }
     settings |= {"num_mini_batches": 1, "kl_coef": 0.05, "gradient_checkpointing": False}
     with tempfile.TemporaryDirectory() as directory:
         config_of("Qwen2.5-0.5B", num_labels=1).save_pretrained(directory)
         for name in MODELS:
-            plain = estimate_memory(config_of(name), PPOConfig(directory, **settings), reward_funcs=directory)
+            plain = estimate_memory(
+                config_of(name), PPOConfig(directory, **settings), reward_funcs=directory
+            )
             runs = [plain, changed(plain, {"gradient_checkpointing": True})]
             runs = [x for run in runs for x in (run, changed(run, {"load_in_4bit": True}))]
             lines.append(f"| {name} | {' | '.join(f'{run.needed / 2**30:.1f}' for run in runs)} |")

@@ -4,16 +4,17 @@
     bash benchmarks/gpu.sh --parts padding
     bash benchmarks/gpu.sh --parts overlap sampling
 
-steps: PPO steps, compared with those of TRL's trainers and with memory limits. A step is: generate, score, values and
-reference, advantages, four epochs of updates. Medians over the steps after the warm-up, peaks of the allocator by
-phase, and `estimate_memory`. padding: tokens computed for each real one, and seconds, of packed and padded
-micro-batches (padding.py). sampling: tokens per second of each backend (backends.py). overlap: completions per second
-with the next rollout sampled beside the updates, on two GPUs (overlap.py).
+steps: PPO steps, compared with those of TRL's trainers and with memory limits. A step is: generate,
+score, values and reference, advantages, four epochs of updates. Medians over the steps after the
+warm-up, peaks of the allocator by phase, and `estimate_memory`. padding: tokens computed for each
+real one, and seconds, of packed and padded micro-batches (padding.py). sampling: tokens per second
+of each backend (backends.py). overlap: completions per second with the next rollout sampled beside
+the updates, on two GPUs (overlap.py).
 
-Models have Qwen2.5's shapes and random weights; only missing packages are downloaded (never torch). Without
-bitsandbytes, NF4 is replaced by bf16. Each case runs in its own process with a time limit, and one that fails does not
-stop the others. benchmarks/results/gpu.json is written after every case, and keeps earlier results. A case that cannot
-be run is skipped, with the reason in the file.
+Models have Qwen2.5's shapes and random weights; only missing packages are downloaded (never torch).
+Without bitsandbytes, NF4 is replaced by bf16. Each case runs in its own process with a time limit,
+and one that fails does not stop the others. benchmarks/results/gpu.json is written after every
+case, and keeps earlier results. A case that cannot be run is skipped, with the reason in the file.
 
     bash benchmarks/gpu.sh --cases "7B NF4, NF4 reward" "0.5B bf16"
     bash benchmarks/gpu.sh --smoke    # tiny models, also on a CPU; installs nothing, judges nothing
@@ -39,8 +40,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROOT, ENVIRONMENTS = HERE.parent, HERE / ".environments"
-RESULTS, SMOKE_RESULTS = HERE / "results" / "gpu.json", ROOT / "runs" / "gpu_smoke.json"
+ROOT = HERE.parent
+ENVIRONMENTS = HERE / ".environments"
+RESULTS = HERE / "results" / "gpu.json"
+SMOKE_RESULTS = ROOT / "runs" / "gpu_smoke.json"
 GB = 1e9
 ROOM = 22 * GB  # bytes of the weights of all shapes
 TRL = "1.12.0"
@@ -75,7 +78,9 @@ class Case:
     @property
     def part(self) -> str:
         """Part of the measurements."""
-        return "steps" if self.program in ("ours", "trl", "grpo") else self.program
+        if self.program in ("ours", "trl", "grpo"):
+            return "steps"
+        return self.program
 
 
 LONG: dict[str, Any] = {
@@ -110,17 +115,30 @@ CASES = {
 }
 SAMPLED: dict[str, Any] = {"program": "sampling", "response": 256, "limit": 200}
 for shape, base in {"0.5B": "bf16", "7B": "nf4"}.items():
-    name, model = f"{shape} {base.replace('nf4', 'NF4')}", {"shape": f"Qwen2.5-{shape}", "base": base}
-    learned = model | {"program": "padding", "response": 1024, "batch": 8, "checkpointing": True, "limit": 200}
+    name = f"{shape} {base.replace('nf4', 'NF4')}"
+    model = {"shape": f"Qwen2.5-{shape}", "base": base}
+    learned = model | {
+        "program": "padding",
+        "response": 1024,
+        "batch": 8,
+        "checkpointing": True,
+        "limit": 200,
+    }
     CASES[f"{name}, packed"] = Case(**learned)
     CASES[f"{name}, padded"] = Case(**learned, packs=False)
     CASES[f"{name}, packed, flash attention"] = Case(**learned, attention="flash_attention_2")
     CASES[f"{name}, transformers samples"] = Case(**model | SAMPLED)
     CASES[f"{name}, vLLM samples"] = Case(**model | SAMPLED, sampler="vllm")
-CASES["0.5B bf16, transformers, one length"] = Case("Qwen2.5-0.5B", **SAMPLED, lengths="of one length")
-CASES["0.5B bf16, vLLM, one length"] = Case("Qwen2.5-0.5B", **SAMPLED, sampler="vllm", lengths="of one length")
+CASES["0.5B bf16, transformers, one length"] = Case(
+    "Qwen2.5-0.5B", **SAMPLED, lengths="of one length"
+)
+CASES["0.5B bf16, vLLM, one length"] = Case(
+    "Qwen2.5-0.5B", **SAMPLED, sampler="vllm", lengths="of one length"
+)
 for shape in ("0.5B", "7B"):  # trainer and server have the same base
-    CASES[f"{shape} bf16, overlap"] = Case(f"Qwen2.5-{shape}", program="overlap", response=256, steps=8, limit=270)
+    CASES[f"{shape} bf16, overlap"] = Case(
+        f"Qwen2.5-{shape}", program="overlap", response=256, steps=8, limit=270
+    )
 PARTS = ["steps", "padding", "sampling", "overlap"]
 
 
@@ -128,7 +146,15 @@ def case_of(name: str, smoke: bool) -> Case:
     """A case as it is run: with tiny sizes, and in bf16 without bitsandbytes."""
     case = CASES[name]
     if smoke:
-        case = replace(case, prompt=6, response=8, batch=2, accumulation=min(case.accumulation, 2), steps=1, limit=60)
+        case = replace(
+            case,
+            prompt=6,
+            response=8,
+            batch=2,
+            accumulation=min(case.accumulation, 2),
+            steps=1,
+            limit=60,
+        )
     if importlib.util.find_spec("bitsandbytes") is None and "nf4" in (case.base, case.reward):
         case = replace(case, base="bf16", reward=case.reward.replace("nf4", "bf16"), bar=None)
     return case
@@ -163,7 +189,8 @@ def lacking(requirements: Iterable[str]) -> list[str]:
     from packaging.specifiers import SpecifierSet
     from packaging.utils import canonicalize_name
 
-    queue, wanted = [x for x in requirements if x.strip()], {}
+    queue = [x for x in requirements if x.strip()]
+    wanted = {}
     while queue:
         requirement = Requirement(queue.pop())
         name = canonicalize_name(requirement.name)
@@ -171,9 +198,12 @@ def lacking(requirements: Iterable[str]) -> list[str]:
             continue
         if name not in wanted and (installed := there(name)) is not None and name != "torch":
             queue += installed.requires or []
-        wanted[name] = wanted.get(name, SpecifierSet()) & requirement.specifier  # intersection over all requirements
+        # intersection over all requirements
+        wanted[name] = wanted.get(name, SpecifierSet()) & requirement.specifier
     wanted.pop("torch", None)
-    return [f"{name}{versions}" for name, versions in wanted.items() if not satisfied(name, versions)]
+    return [
+        f"{name}{versions}" for name, versions in wanted.items() if not satisfied(name, versions)
+    ]
 
 
 def satisfied(name: str, versions: Any) -> bool:
@@ -184,11 +214,25 @@ def satisfied(name: str, versions: Any) -> bool:
 
 def install(requirement: str, target: Path, wheels: str | None) -> None:
     """Install one package into a folder."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade"]
-    source = ["--no-index", "--find-links", wheels] if wheels else []
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--upgrade",
+    ]
+    if wheels:
+        source = ["--no-index", "--find-links", wheels]
+    else:
+        source = []
     if not wheels and name_of(requirement) != "trl":  # the peer is an older version
         source = ["--constraint", str(ROOT / "constraints.txt")]
-    done = subprocess.run([*pip, *source, "--target", str(target), requirement], capture_output=True, text=True)
+    done = subprocess.run(
+        [*pip, *source, "--target", str(target), requirement], capture_output=True, text=True
+    )
     if done.returncode:
         why = (done.stderr.strip() or "pip failed").splitlines()[-1]
         print(f"not installed: {requirement} ({why})", flush=True)
@@ -196,11 +240,13 @@ def install(requirement: str, target: Path, wheels: str | None) -> None:
 
 def provide(wheels: str | None) -> None:
     """Install missing requirements into a folder of their own, as far as they are available."""
-    target, tried = ENVIRONMENTS / "gpu", set()
+    target = ENVIRONMENTS / "gpu"
+    tried = set()
     sys.path.insert(0, str(target))
     if importlib.util.find_spec("packaging") is None:  # reads requirements
         install("packaging", target, wheels)
-    while wanted := [x for x in lacking(asked_for()) if name_of(x) not in tried]:  # new packages may have requirements
+    # new packages may have requirements
+    while wanted := [x for x in lacking(asked_for()) if name_of(x) not in tried]:
         for requirement in wanted:
             tried.add(name_of(requirement))
             install(requirement, target, wheels)
@@ -219,7 +265,9 @@ def why_not(case: Case) -> str | None:
     if case.program == "overlap" and gpus() == 1:
         return "server and trainer need a GPU each, and there is one"
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)}" if missing else None
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    return None
 
 
 # ---- processes ----
@@ -227,19 +275,33 @@ def why_not(case: Case) -> str | None:
 
 def start(arguments: list[str], program: str, limit: float) -> tuple[str, str, str | None]:
     """Run one process; return stdout, stderr, and the reason of a failure or None."""
-    first = [str(ENVIRONMENTS / "trl")] if program == "trl" else []
+    if program == "trl":
+        first = [str(ENVIRONMENTS / "trl")]
+    else:
+        first = []
     paths = [*first, str(ROOT), str(ENVIRONMENTS / "gpu"), os.environ.get("PYTHONPATH", "")]
-    environment = {"PYTHONPATH": os.pathsep.join(x for x in paths if x), "HF_HUB_OFFLINE": "1", LIMIT: str(limit)}
+    environment = {
+        "PYTHONPATH": os.pathsep.join(x for x in paths if x),
+        "HF_HUB_OFFLINE": "1",
+        LIMIT: str(limit),
+    }
     if program != "overlap":  # the Trainer would spread a batch over all GPUs
-        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(
+            ","
+        )[0]
     command = [sys.executable, str(HERE / "gpu_case.py"), *arguments]
     try:
         done = subprocess.run(
-            command, env=os.environ | environment, capture_output=True, text=True, timeout=max(limit, 1)
+            command,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=max(limit, 1),
         )
     except subprocess.TimeoutExpired as error:
         out, errors = (
-            x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr)
+            x.decode(errors="replace") if isinstance(x, bytes) else x or ""
+            for x in (error.stdout, error.stderr)
         )
         return out, errors, f"it took more than {limit:.0f} s"
     return done.stdout, done.stderr, f"exit status {done.returncode}" if done.returncode else None
@@ -249,13 +311,21 @@ def run(names: list[str], directory: str, smoke: bool, limit: float) -> dict[str
     """Run cases of one program in one process; return results by name."""
     program = CASES[names[0]].program
     options = [directory, *(["--smoke"] if smoke else [])]
-    made = {p.name for p in Path(directory).glob("*") if (p / "adapter" / "adapter_model.safetensors").exists()}
+    made = {
+        p.name
+        for p in Path(directory).glob("*")
+        if (p / "adapter" / "adapter_model.safetensors").exists()
+    }
     for shape in {CASES[name].shape for name in names} - made if program == "trl" else ():
         began = time.monotonic()
-        *_, failed = start([*options, "--make", shape], "ours", limit)  # TRL's process could not import ours
+        # TRL's process could not import ours
+        *_, failed = start([*options, "--make", shape], "ours", limit)
         limit -= time.monotonic() - began
         if failed:
-            return {name: {"status": "failed", "reason": f"models were not made: {failed}"} for name in names}
+            return {
+                name: {"status": "failed", "reason": f"models were not made: {failed}"}
+                for name in names
+            }
     out, errors, failed = start([*options, *names], program, limit)
     results: dict[str, dict] = {}
     for text in out.splitlines():
@@ -273,12 +343,16 @@ def run(names: list[str], directory: str, smoke: bool, limit: float) -> dict[str
 
 
 def judged(case: Case, result: dict, smoke: bool) -> list[dict]:
-    """Each limit with True if it was met; None on a CPU, with tiny models, or for an incomplete case."""
+    """Each limit with True if it was met; None on a CPU, with tiny models, or for an incomplete
+    case."""
     if "estimate" not in result:
         return []
     real = result["status"] == "done" and result["hardware"]["device"] != "cpu" and not smoke
-    peak, estimate = result["peak_gb"]["allocated"], result["estimate"]["peak_gb"]
-    bars: list[tuple[str, bool]] = [("estimate within 10 % of max_memory_allocated", abs(estimate / peak - 1) <= 0.1)]
+    peak = result["peak_gb"]["allocated"]
+    estimate = result["estimate"]["peak_gb"]
+    bars: list[tuple[str, bool]] = [
+        ("estimate within 10 % of max_memory_allocated", abs(estimate / peak - 1) <= 0.1)
+    ]
     if case.bar is not None:
         bars.insert(0, (f"max_memory_allocated at most {case.bar:g} GB", peak <= case.bar))
     return [{"bar": bar, "met": met if real else None} for bar, met in bars]
@@ -286,25 +360,36 @@ def judged(case: Case, result: dict, smoke: bool) -> list[dict]:
 
 def keep(path: Path, results: dict[str, dict]) -> None:
     """Merge results into the file; a skipped case does not replace an earlier result."""
-    written = json.loads(path.read_text())["results"] if path.exists() else {}
+    if path.exists():
+        written = json.loads(path.read_text())["results"]
+    else:
+        written = {}
     for name, result in results.items():
         if result["status"] != "skipped" or written.get(name, {}).get("status") != "done":
             written[name] = result
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = {name: written[name] for name in [*CASES, *written] if name in written}
-    path.write_text(json.dumps({"unit": "s, GB of 10^9 bytes", "results": ordered}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"unit": "s, GB of 10^9 bytes", "results": ordered}, indent=1) + "\n"
+    )
 
 
 def line(name: str, result: dict, ours: dict | None) -> str:
     """Row of the table; with `ours`, a row of TRL has the ratio to it."""
     failure = ""
     if result["status"] != "done":
-        last = result.get("errors", "").splitlines()[-1:] if "exit" in result["reason"] else []
+        if "exit" in result["reason"]:
+            last = result.get("errors", "").splitlines()[-1:]
+        else:
+            last = []
         failure = f"{result['status']}: {': '.join([result['reason'], *last])[:160]}"
     if "settings" in result and result["settings"]["base"] != CASES[name].base:
         name += " (in bf16)"
     if "measured" in result:
-        return f"{name:35} {', '.join(f'{x} {n:.4g}' for x, n in result['measured'].items())} {failure}".rstrip()
+        return (
+            f"{name:35} {', '.join(f'{x} {n:.4g}' for x, n in result['measured'].items())} "
+            f"{failure}"
+        ).rstrip()
     if "peak_gb" not in result:
         return f"{name:26} {failure}"
     estimate = result.get("estimate", {})
@@ -322,10 +407,22 @@ def show(names: list[str], results: dict[str, dict]) -> None:
     titles = " ".join(f"{x:>8}" for x in ("s/step", "peak GB", "reserved", "estimate", "ratio"))
     print(f"\n{'':26} {titles}   phases, s")
     for name in names:
-        ours = results.get(name.split(", TRL")[0]) if CASES[name].program in ("trl", "grpo") else None
-        compared = ours and ours["status"] == "done" and not ours["smoke"] and results[name]["status"] == "done"
+        if CASES[name].program in ("trl", "grpo"):
+            ours = results.get(name.split(", TRL")[0])
+        else:
+            ours = None
+        compared = (
+            ours
+            and ours["status"] == "done"
+            and not ours["smoke"]
+            and results[name]["status"] == "done"
+        )
         print(line(name, results[name], ours if compared else None))
-    verdicts = {True: "met", False: "NOT MET", None: "not judged (tiny models, no GPU, or not ended)"}
+    verdicts = {
+        True: "met",
+        False: "NOT MET",
+        None: "not judged (tiny models, no GPU, or not ended)",
+    }
     for name in names:
         for bar in results[name].get("bars", []):
             print(f"{name}: {bar['bar']}: {verdicts[bar['met']]}")
@@ -342,22 +439,38 @@ def groups(names: list[str], smoke: bool) -> list[list[str]]:
     return list(by_process.values())
 
 
-def measure(names: list[str], smoke: bool, path: Path, seconds: float, directory: str) -> dict[str, dict]:
+def measure(
+    names: list[str], smoke: bool, path: Path, seconds: float, directory: str
+) -> dict[str, dict]:
     """Run cases until the time is up."""
     results: dict[str, dict] = {}
-    until, unmet = time.monotonic() + seconds, lacking(asked_for())
+    until = time.monotonic() + seconds
+    unmet = lacking(asked_for())
     for group in groups(names, smoke):
-        rows = {name: {"status": "skipped", "reason": why} for name in group if (why := why_not(CASES[name]))}
+        rows = {
+            name: {"status": "skipped", "reason": why}
+            for name in group
+            if (why := why_not(CASES[name]))
+        }
         able = [name for name in group if name not in rows]
-        left, limit = until - time.monotonic(), sum(CASES[name].limit for name in able)
+        left = until - time.monotonic()
+        limit = sum(CASES[name].limit for name in able)
         if able and left < 20:
-            rows |= {name: {"status": "skipped", "reason": "the time was up; run it by --cases"} for name in able}
+            rows |= {
+                name: {"status": "skipped", "reason": "the time was up; run it by --cases"}
+                for name in able
+            }
         elif able:
             rows |= run(able, directory, smoke, min(left, limit))
         for name, result in rows.items():
             case = case_of(name, smoke)
             date = datetime.now(UTC).isoformat(timespec="seconds")
-            result |= {"settings": asdict(case), "smoke": smoke, "date": date, "packages_lacking": unmet}
+            result |= {
+                "settings": asdict(case),
+                "smoke": smoke,
+                "date": date,
+                "packages_lacking": unmet,
+            }
             result["bars"] = judged(case, result, smoke)
             print(line(name, result, None), flush=True)
         results |= rows
@@ -368,29 +481,40 @@ def measure(names: list[str], smoke: bool, path: Path, seconds: float, directory
 def place() -> str | None:
     """Directory of the weights: in memory if they fit, else None, for temporary files."""
     memory = Path("/dev/shm")
-    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > ROOM else None
+    if memory.is_dir() and shutil.disk_usage(memory).free > ROOM:
+        return str(memory)
+    return None
 
 
 @cache
 def gpus() -> int:
-    """Number of CUDA GPUs, counted in another process, so that this one takes none of their memory."""
+    """Number of CUDA GPUs, counted in another process, so that this one takes none of their
+    memory."""
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     return int(subprocess.run(command, capture_output=True, text=True).stdout or 0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), metavar="CASE", help="in place of parts")
+    parser.add_argument(
+        "--cases", nargs="+", choices=list(CASES), metavar="CASE", help="in place of parts"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny models, on a CPU too")
     parser.add_argument("--seconds", type=float, default=570, help="time limit of all cases")
     parser.add_argument("--results", type=Path, help=f"by default {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()
     began = time.monotonic()
-    args.cases = args.cases or [name for part in args.parts for name, case in CASES.items() if case.part == part]
+    args.cases = args.cases or [
+        name for part in args.parts for name, case in CASES.items() if case.part == part
+    ]
     if not args.smoke:
         if not gpus():
-            parser.exit(2, "There is no CUDA GPU (or no torch); `--smoke` runs tiny models on a CPU.\n")
+            parser.exit(
+                2, "There is no CUDA GPU (or no torch); `--smoke` runs tiny models on a CPU.\n"
+            )
         provide(os.environ.get("WHEELS"))
     path = args.results or (SMOKE_RESULTS if args.smoke else RESULTS)
     with tempfile.TemporaryDirectory(dir=None if args.smoke else place()) as directory:

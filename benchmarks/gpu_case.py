@@ -1,6 +1,8 @@
-"""The process of a case of `benchmarks/gpu.py`: python gpu_case.py DIRECTORY [--smoke] (--make SHAPE | CASE ...).
+"""The process of a case of `benchmarks/gpu.py`: python gpu_case.py DIRECTORY [--smoke] (--make
+SHAPE | CASE ...).
 
-Prints a line for each case. Weights lie in the directory, are made where they are missing, and serve all cases.
+Prints a line for each case. Weights lie in the directory, are made where they are missing, and
+serve all cases.
 """
 
 import argparse
@@ -42,7 +44,11 @@ def hardware() -> dict[str, Any]:
     if not GPU:
         return {"device": "cpu", "cores": os.cpu_count()}
     properties = torch.cuda.get_device_properties(0)
-    return {"device": properties.name, "memory_gb": properties.total_memory / GB, "cores": os.cpu_count()}
+    return {
+        "device": properties.name,
+        "memory_gb": properties.total_memory / GB,
+        "cores": os.cpu_count(),
+    }
 
 
 # ---- models ----
@@ -87,7 +93,8 @@ def save_adapter(folder: Path, scorer: Any) -> None:
 
 
 def save_models(shape: str, directory: Path) -> None:
-    """Write a base, a classifier on the same trunk, and a reward adapter on it, with random weights."""
+    """Write a base, a classifier on the same trunk, and a reward adapter on it, with random
+    weights."""
     if (directory / "adapter" / "adapter_model.safetensors").exists():
         return
     from estimate import config_of
@@ -150,7 +157,11 @@ def arguments(case: Case, directory: Path) -> dict[str, Any]:
         report_to="none",
         disable_tqdm=True,
     )
-    return {"args": args, "peft_config": LoraConfig(**LORA), "quantization_config": quantization_of(case)}
+    return {
+        "args": args,
+        "peft_config": LoraConfig(**LORA),
+        "quantization_config": quantization_of(case),
+    }
 
 
 def quantization_of(case: Case) -> Any:
@@ -159,8 +170,11 @@ def quantization_of(case: Case) -> Any:
 
     if case.base != "nf4":
         return None
-    computed = {"bnb_4bit_compute_dtype": torch.bfloat16}  # float32 if nothing is said, which this package replaces
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, **computed)
+    # float32 if nothing is said, which this package replaces
+    computed = {"bnb_4bit_compute_dtype": torch.bfloat16}
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, **computed
+    )
 
 
 def reward_of(case: Case, directory: Path, loaded: bool) -> Any:
@@ -180,7 +194,9 @@ def reward_of(case: Case, directory: Path, loaded: bool) -> Any:
     return on_meta(AutoConfig.from_pretrained(path), classifier=True).to(torch.bfloat16)
 
 
-def estimated(case: Case, directory: Path, device: str = "cuda" if GPU else "cpu") -> dict[str, Any]:
+def estimated(
+    case: Case, directory: Path, device: str = "cuda" if GPU else "cpu"
+) -> dict[str, Any]:
     """Estimate of a case."""
     from trl_ppo_ext import estimate_memory
 
@@ -206,7 +222,9 @@ def tracker_of_device() -> Any:
             self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
             super().enter(phase)
 
-    return Peaks() if GPU else Tracker()
+    if GPU:
+        return Peaks()
+    return Tracker()
 
 
 def watch(trainer: Any, tracker: Any) -> None:
@@ -215,10 +233,12 @@ def watch(trainer: Any, tracker: Any) -> None:
 
     from trl_ppo_ext.ppo import rollouts
 
-    rewards, generator = trainer.roles.rewards, trainer.roles.player.generator
+    rewards = trainer.roles.rewards
+    generator = trainer.roles.player.generator
     models = [trainer.model, *(getattr(x, "model", None) for x in rewards)]
     for model in [] if GPU else [x for x in models if isinstance(x, torch.nn.Module)]:
-        for tensor in [*model.parameters(), *model.buffers()]:  # tensors read from a file come from no operation
+        # tensors read from a file come from no operation
+        for tensor in [*model.parameters(), *model.buffers()]:
             tracker.add(tensor)
     for reward in rewards:
         reward.score = in_phase(tracker, "score", reward.score)
@@ -242,10 +262,13 @@ class Teller(Clock):
 def measured(seconds: list[float], logs: list[dict], case: Case, tracker: Any) -> dict[str, Any]:
     """Measurements of the steps after the warm-up, or of the warm-up if there are no others."""
     tracker.enter("update")  # a step ends in this phase
-    logs, peaks = logs[case.warmup :] or logs, {phase: tracker.peaks[phase] / GB for phase in ("load", *PHASES)}
+    logs = logs[case.warmup :] or logs
+    peaks = {phase: tracker.peaks[phase] / GB for phase in ("load", *PHASES)}
     return {
         **timed(seconds, case),
-        "phases_s": {phase: statistics.median(log[f"time/{phase}"] for log in logs) for phase in PHASES},
+        "phases_s": {
+            phase: statistics.median(log[f"time/{phase}"] for log in logs) for phase in PHASES
+        },
         "tokens_per_second": statistics.median(log["tokens_per_second"] for log in logs),
         "completion_length": statistics.median(log["completions/mean_length"] for log in logs),
         "peak_gb": {
@@ -263,11 +286,15 @@ def ours(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str,
     from trl_ppo_ext import PPOTrainer
 
     save_models(case.shape, directory)
-    estimate, tracker, result = estimated(case, directory), tracker_of_device(), {}
+    estimate = estimated(case, directory)
+    tracker = tracker_of_device()
+    result = {}
 
     def so_far(seconds: list[float], logs: list[dict]) -> None:
         result.update(measured(seconds, logs, case, tracker))
-        result["estimate"] = estimate | {"ratio": estimate["peak_gb"] / result["peak_gb"]["allocated"]}
+        result["estimate"] = estimate | {
+            "ratio": estimate["peak_gb"] / result["peak_gb"]["allocated"]
+        }
         tell(result)
 
     words, texts = rows(case, directory)
@@ -297,7 +324,9 @@ def timed(seconds: list[float], case: Case) -> dict[str, Any]:
 
 def with_peak(numbers: dict[str, float]) -> dict[str, Any]:
     """Measurements, on a GPU with the peak of the allocator."""
-    return {"measured": numbers | ({"peak GB": torch.cuda.max_memory_allocated() / GB} if GPU else {})}
+    return {
+        "measured": numbers | ({"peak GB": torch.cuda.max_memory_allocated() / GB} if GPU else {})
+    }
 
 
 def padding(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
@@ -312,8 +341,12 @@ def padding(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[s
         "gradient_checkpointing": case.checkpointing,
         "model_init_kwargs": {"attn_implementation": case.attention},
     }
-    ratio, seconds = measure(4, str(directory / "base"), case.packs, quantization_of(case), **settings)
-    return with_peak({"computed per real token": ratio} | {f"{phase} s": x for phase, x in seconds.items()})
+    ratio, seconds = measure(
+        4, str(directory / "base"), case.packs, quantization_of(case), **settings
+    )
+    return with_peak(
+        {"computed per real token": ratio} | {f"{phase} s": x for phase, x in seconds.items()}
+    )
 
 
 def sampling(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
@@ -326,21 +359,30 @@ def sampling(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[
     settings: dict[str, Any] = {"bf16": True, "max_completion_length": case.response}
     if case.sampler == "vllm":
         settings["vllm_base_model"] = base
-    return with_peak(measure(case.sampler, base, vocabulary, (case.lengths,), quantization_of(case), **settings))
+    return with_peak(
+        measure(case.sampler, base, vocabulary, (case.lengths,), quantization_of(case), **settings)
+    )
 
 
 def overlap(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
     """Completions per second of runs with a server."""
     save_models(case.shape, directory)
-    results, cores = directory / "overlap.json", sorted(os.sched_getaffinity(0))
-    options = {"base": directory / "base", "results": results, "seeds": 1, "rollouts": case.steps + 1}
+    results = directory / "overlap.json"
+    cores = sorted(os.sched_getaffinity(0))
+    options = {
+        "base": directory / "base",
+        "results": results,
+        "seeds": 1,
+        "rollouts": case.steps + 1,
+    }
     options |= {"completions": 2 * case.batch, "tokens": case.response}
     if GPU:
         options |= {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1"), "dtype": "bfloat16"}
     else:
         options["cores"] = f"{cores[0]},{cores[-1]}"
     program = [sys.executable, str(Path(__file__).with_name("overlap.py"))]
-    process, result = subprocess.Popen([*program, *(f"--{name}={x}" for name, x in options.items())]), {}
+    process = subprocess.Popen([*program, *(f"--{name}={x}" for name, x in options.items())])
+    result = {}
     try:
         code = process.wait(float(os.environ[LIMIT]) - 20)
     finally:
@@ -348,7 +390,9 @@ def overlap(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[s
         process.wait()
         if results.exists():
             runs = json.loads(results.read_text())
-            rates = {name: run["completions/s"] for name in ("with", "without") for run in runs[name]}
+            rates = {
+                name: run["completions/s"] for name in ("with", "without") for run in runs[name]
+            }
             result["measured"] = {f"completions/s {name}": x for name, x in rates.items()}
             tell(result)
     if code:
@@ -360,14 +404,17 @@ def overlap(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[s
 
 
 def trl(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
-    """Steps of TRL's PPOTrainer on the same weights, all four models in bfloat16, the policy with the same LoRA."""
+    """Steps of TRL's PPOTrainer on the same weights, all four models in bfloat16, the policy
+    with the same LoRA."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     def classifier() -> Any:
-        return AutoModelForSequenceClassification.from_pretrained(directory / "classifier", dtype=torch.bfloat16)
+        return AutoModelForSequenceClassification.from_pretrained(
+            directory / "classifier", dtype=torch.bfloat16
+        )
 
     (words, texts), clock = rows(case, directory), Clock(1)
     words.padding_side = "left"
@@ -414,7 +461,10 @@ def grpo(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str,
 
     save_models(case.shape, directory)
     (words, texts), clock = rows(case, directory), Clock(EPOCHS)
-    quantized = {"quantization_config": quantization_of(case)} if case.base == "nf4" else {}
+    if case.base == "nf4":
+        quantized = {"quantization_config": quantization_of(case)}
+    else:
+        quantized = {}
     scorer = AutoModelForSequenceClassification.from_pretrained(
         directory / "classifier",
         dtype=torch.bfloat16,
@@ -455,8 +505,13 @@ def grpo(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str,
 
 def of_peer(clock: Clock, case: Case) -> dict[str, Any]:
     """Seconds of the steps, and peaks of the allocator."""
-    peaks = (torch.cuda.max_memory_allocated() / GB, torch.cuda.max_memory_reserved() / GB) if GPU else (None, None)
-    return timed(clock.seconds, case) | {"peak_gb": dict(zip(("allocated", "reserved"), peaks, strict=True))}
+    if GPU:
+        peaks = (torch.cuda.max_memory_allocated() / GB, torch.cuda.max_memory_reserved() / GB)
+    else:
+        peaks = (None, None)
+    return timed(clock.seconds, case) | {
+        "peak_gb": dict(zip(("allocated", "reserved"), peaks, strict=True))
+    }
 
 
 def say(name: str, status: str, result: dict[str, Any]) -> None:
@@ -491,7 +546,9 @@ def make_tiny() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--smoke", action="store_true")

@@ -1,7 +1,9 @@
-"""Does a run notice that vLLM samples with the adapter of the rollout before: `python benchmarks/old_adapter.py`.
+"""Does a run notice that vLLM samples with the adapter of the rollout before: `python
+benchmarks/old_adapter.py`.
 
-SmolLM2-135M-Instruct in bfloat16 on reviews, with vLLM in the process: 50 rollouts as they should be, which must raise
-nothing, then runs whose engine keeps its adapter from some rollout on. Needs `make test-vllm`, and its environment.
+SmolLM2-135M-Instruct in bfloat16 on reviews, with vLLM in the process: 50 rollouts as they should
+be, which must raise nothing, then runs whose engine keeps its adapter from some rollout on. Needs
+`make test-vllm`, and its environment.
 """
 
 import os
@@ -20,7 +22,8 @@ from smollm2 import base_model
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.ppo.guards import SamplerError
 
-ROLLOUTS, KEPT_FROM = 50, (2, 5, 10)
+ROLLOUTS = 50
+KEPT_FROM = (2, 5, 10)
 
 
 def run(rollouts: int, kept_from: int | None = None) -> str:
@@ -46,7 +49,8 @@ def run(rollouts: int, kept_from: int | None = None) -> str:
         data = Dataset.from_dict({"prompt": openings(THINGS)})
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         trainer = PPOTrainer(base_model(), vader, args, data, peft_config=lora)
-        generator, numbers = trainer.roles.player.generator, iter(range(1, rollouts + 1))
+        generator = trainer.roles.player.generator
+        numbers = iter(range(1, rollouts + 1))
         play = trainer.roles.player.play
 
         def played(*given, **kwargs):
@@ -59,11 +63,22 @@ def run(rollouts: int, kept_from: int | None = None) -> str:
             trainer.train()
         except SamplerError as error:
             return f"ended at rollout {trainer.state.global_step // 4 + 1}: {error}"
-        differences = [x["sampling/sampling_logp_difference/mean"] for x in trainer.state.log_history if "reward" in x]
-        return f"{rollouts} rollouts, log-probs {min(differences):.3f} to {max(differences):.3f} nats off in the mean"
+        differences = [
+            x["sampling/sampling_logp_difference/mean"]
+            for x in trainer.state.log_history
+            if "reward" in x
+        ]
+        return (
+            f"{rollouts} rollouts, log-probs {min(differences):.3f} to {max(differences):.3f} nats "
+            "off in the mean"
+        )
 
 
 if __name__ == "__main__":
     print("as it should be:", run(ROLLOUTS), flush=True)
     for number in KEPT_FROM:
-        print(f"with the adapter of rollout {number - 1} from {number} on:", run(number + 3, number), flush=True)
+        print(
+            f"with the adapter of rollout {number - 1} from {number} on:",
+            run(number + 3, number),
+            flush=True,
+        )

@@ -1,7 +1,8 @@
 """CPU time that the trainer adds around the model: `python benchmarks/overhead.py`, about a minute.
 
-Three numbers: a switch of roles, a micro-batch with a critic adapter and activation checkpointing at 32 layers of
-hidden size 32, and reading the rows of a rollout of 512 completions (micro-batch 8, four epochs) with pinning.
+Three numbers: a switch of roles, a micro-batch with a critic adapter and activation checkpointing
+at 32 layers of hidden size 32, and reading the rows of a rollout of 512 completions (micro-batch 8,
+four epochs) with pinning.
 """
 
 import json
@@ -33,7 +34,12 @@ def cpu_ms(action, repeats=5):
 
 
 def deep_model(directory, critic, layers=32):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=layers, **sizes))
     return load_actor_critic(model, PPOConfig(directory, critic=critic, use_cpu=True, bf16=False))
 
@@ -63,12 +69,15 @@ def checkpointed(directory, critic):
 
 
 def rows():
-    """Seconds per rollout to draw row numbers for every micro-batch, pin them, and read the rows once."""
+    """Seconds per rollout to draw row numbers for every micro-batch, pin them, and read the rows
+    once."""
     plan = BatchPlan(8, 16, 4, num_ppo_epochs=4)
     ids = [[row % 100] * 250 for row in range(2048)]
     dataset = Dataset.from_dict({"prompt": ["a prompt"] * 2048, PROMPT_IDS: ids})
     sampler = RolloutSampler(len(dataset), plan, True, 0)
-    loader = DataLoader(range(len(dataset)), plan.completions_per_process, sampler=sampler, collate_fn=Rows)
+    loader = DataLoader(
+        range(len(dataset)), plan.completions_per_process, sampler=sampler, collate_fn=Rows
+    )
     start = time.perf_counter()
     batches = iter(loader)
     for _ in range(sampler.rollouts):
@@ -86,7 +95,9 @@ def main():
         results = {
             "reference pass, two switches, 32 layers (ms)": switch(directory),
             "micro-batch, head, checkpointing, 32 layers (ms)": checkpointed(directory, "head"),
-            "micro-batch, critic adapter, checkpointing, 32 layers (ms)": checkpointed(directory, "adapter"),
+            "micro-batch, critic adapter, checkpointing, 32 layers (ms)": checkpointed(
+                directory, "adapter"
+            ),
             "rows of a rollout of 512 completions (s)": rows(),
         }
     for name, value in results.items():

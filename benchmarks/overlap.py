@@ -1,9 +1,10 @@
 """Completions per second with and without `overlap_rollouts`: `python benchmarks/overlap.py`.
 
-SmolLM2-135M-Instruct learns positive reviews, with `vllm serve` on one core (the first of `--cores 0,1`) and the
-trainer on the other, as on two devices: for each seed a run without and one with overlap. Prints completions per
-second of whole runs, and the mean reward of their last quarter. Needs `make test-vllm`, and its environment.
-`--gpus 0,1` takes GPUs in place of cores, and `--base` another model, rewarded for the length of its completions.
+SmolLM2-135M-Instruct learns positive reviews, with `vllm serve` on one core (the first of `--cores
+0,1`) and the trainer on the other, as on two devices: for each seed a run without and one with
+overlap. Prints completions per second of whole runs, and the mean reward of their last quarter.
+Needs `make test-vllm`, and its environment. `--gpus 0,1` takes GPUs in place of cores, and `--base`
+another model, rewarded for the length of its completions.
 """
 
 import argparse
@@ -37,12 +38,16 @@ def train(options: argparse.Namespace) -> dict[str, float]:
 
     torch.set_num_threads(1)
     if options.base:
-        base, reward, texts = options.base, length, [f"w{row} w{row + 1}" for row in range(64)]
+        base = options.base
+        reward = length
+        texts = [f"w{row} w{row + 1}" for row in range(64)]
     else:
         from reviews import THINGS, openings, vader
         from smollm2 import base_model
 
-        base, reward, texts = base_model(), vader, openings(THINGS)
+        base = base_model()
+        reward = vader
+        texts = openings(THINGS)
     with tempfile.TemporaryDirectory() as directory:
         args = PPOConfig(
             directory,
@@ -81,7 +86,9 @@ def train(options: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cores", default="0,1")
     parser.add_argument("--gpus", help="in place of cores, e.g. 0,1")
     parser.add_argument("--base", help="another model, rewarded for the length of its completions")
@@ -103,25 +110,36 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # with its server
     results: dict[str, list] = {"with": [], "without": []}
-    places, more = (options.gpus or options.cores).split(","), ["--dtype", options.dtype, "--max-model-len", "512"]
+    places = (options.gpus or options.cores).split(",")
+    more = ["--dtype", options.dtype, "--max-model-len", "512"]
     if options.gpus:
         more += ["--no-enforce-eager", "--enable-chunked-prefill"]  # not as on a CPU
-    commands: list[list[str]] = [[] if options.gpus else ["taskset", "-c", place] for place in places]
+    commands: list[list[str]] = [
+        [] if options.gpus else ["taskset", "-c", place] for place in places
+    ]
     environments = [
-        {"CUDA_VISIBLE_DEVICES": place, "TORCHDYNAMO_DISABLE": "0"} if options.gpus else {} for place in places
+        {"CUDA_VISIBLE_DEVICES": place, "TORCHDYNAMO_DISABLE": "0"} if options.gpus else {}
+        for place in places
     ]
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(options.base or base_model(), f"{folder}/log", (*ADAPTERS, *more), **environments[0])
+        server = Server(
+            options.base or base_model(), f"{folder}/log", (*ADAPTERS, *more), **environments[0]
+        )
         server.command[:0] = commands[0]
         server.start()
         try:
             server.wait()
             for run in range(-1, 2 * options.seeds):  # the first, a short one, warms the server up
-                seed, overlaps = max(run, 0) // 2, run % 2
-                own = {"url": server.url, "seed": seed, "overlaps": overlaps} | ({"rollouts": 2} if run < 0 else {})
+                seed = max(run, 0) // 2
+                overlaps = run % 2
+                own = {"url": server.url, "seed": seed, "overlaps": overlaps} | (
+                    {"rollouts": 2} if run < 0 else {}
+                )
                 command = [*commands[1], sys.executable, __file__, *sys.argv[1:]]
                 command += [f"--{name}={x}" for name, x in own.items()]
-                environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environments[1]
+                environment = (
+                    os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environments[1]
+                )
                 done = subprocess.run(command, capture_output=True, text=True, env=environment)
                 lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
                 if not lines:
@@ -129,13 +147,20 @@ def main() -> None:
                 result = json.loads(lines[0].removeprefix("RESULT"))
                 if run >= 0:
                     results["with" if overlaps else "without"].append(result)
-                    print(f"seed {seed}, {'with' if overlaps else 'without'} overlap:", result, flush=True)
+                    print(
+                        f"seed {seed}, {'with' if overlaps else 'without'} overlap:",
+                        result,
+                        flush=True,
+                    )
                     options.results.write_text(
-                        json.dumps({"settings": vars(options), **results}, indent=1, default=str) + "\n"
+                        json.dumps({"settings": vars(options), **results}, indent=1, default=str)
+                        + "\n"
                     )
         finally:
             server.kill()
-    rates = {name: sum(x["completions/s"] for x in runs) / len(runs) for name, runs in results.items()}
+    rates = {
+        name: sum(x["completions/s"] for x in runs) / len(runs) for name, runs in results.items()
+    }
     print(f"with overlap {rates['with'] / rates['without']:.2f} times the completions per second")
 
 

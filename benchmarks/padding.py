@@ -1,8 +1,10 @@
-"""Tokens that a trunk computes for each real one, and seconds of scoring and update: `python benchmarks/padding.py`.
+"""Tokens that a trunk computes for each real one, and seconds of scoring and update: `python
+benchmarks/padding.py`.
 
-SmolLM2's shape with random weights in bfloat16, 64 completions a rollout of lognormal lengths (median 60, at most 256)
-after prompts of 16 to 40 tokens, micro-batches of 8 rows, one epoch of one or four minibatches. Another checkout of
-this package is measured with PYTHONPATH=checkout. Nothing else should run on the machine.
+SmolLM2's shape with random weights in bfloat16, 64 completions a rollout of lognormal lengths
+(median 60, at most 256) after prompts of 16 to 40 tokens, micro-batches of 8 rows, one epoch of one
+or four minibatches. Another checkout of this package is measured with PYTHONPATH=checkout. Nothing
+else should run on the machine.
 """
 
 import random
@@ -24,13 +26,17 @@ from peft import LoraConfig
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.modeling import actor_critic
 
-ROLLOUT, MICRO_BATCH, LONGEST, ROLLOUTS = 64, 8, 256, 3
+ROLLOUT = 64
+MICRO_BATCH = 8
+LONGEST = 256
+ROLLOUTS = 3
 PHASES = "forward", "update"
 
 
 def episodes(prompts: list[str], trainer: PPOTrainer) -> dict[str, list]:
     """Token ids of random lengths in place of samples, the same for every checkout."""
-    draw, longest = random.Random(trainer.state.global_step), trainer.args.max_completion_length
+    draw = random.Random(trainer.state.global_step)
+    longest = trainer.args.max_completion_length
     largest = min(49000, trainer.model.config.vocab_size)
 
     def ids(length: float) -> list[int]:
@@ -39,15 +45,23 @@ def episodes(prompts: list[str], trainer: PPOTrainer) -> dict[str, list]:
     median = 60 / LONGEST * longest
     return {
         "prompt_ids": [ids(draw.uniform(16, 41)) for _ in prompts],
-        "completion_ids": [ids(min(median * draw.lognormvariate(0, 0.8), longest) + 1)[:longest] for _ in prompts],
+        "completion_ids": [
+            ids(min(median * draw.lognormvariate(0, 0.8), longest) + 1)[:longest] for _ in prompts
+        ],
     }
 
 
 def measure(
-    num_mini_batches: int, base: str | None = None, packs: bool = True, quantization: Any = None, **fields: Any
+    num_mini_batches: int,
+    base: str | None = None,
+    packs: bool = True,
+    quantization: Any = None,
+    **fields: Any,
 ) -> tuple[float, dict[str, float]]:
     """Computed over real tokens, and mean seconds of each phase after a first rollout."""
-    shape, tokens, computes = shape_of("smollm2"), Counter[str](), [False]
+    shape = shape_of("smollm2")
+    tokens = Counter[str]()
+    computes = [False]
     settings = {
         "max_steps": ROLLOUTS * num_mini_batches,
         "num_mini_batches": num_mini_batches,
@@ -67,7 +81,8 @@ def measure(
 
     def played(prompts: list[str], trainer: PPOTrainer) -> dict[str, list]:
         output, computes[0] = episodes(prompts, trainer), True
-        tokens["real"] += 2 * sum(map(len, output["prompt_ids"] + output["completion_ids"]))  # scored and learned
+        # scored and learned
+        tokens["real"] += 2 * sum(map(len, output["prompt_ids"] + output["completion_ids"]))
         return output
 
     trainer = PPOTrainer(
@@ -85,11 +100,18 @@ def measure(
         tokens["computed"] += computes[0] * (inputs[0] if inputs else kwargs["input_ids"]).numel()
 
     trainer.actor_critic.trunk.register_forward_pre_hook(count, with_kwargs=True)
-    cast(Any, trainer.updates).measure = lambda _: None  # a micro-batch is neither scored nor learned there
-    with nullcontext() if packs else patch.object(actor_critic, "why_not_packed", lambda model: "of a comparison"):
+    # a micro-batch is neither scored nor learned there
+    cast(Any, trainer.updates).measure = lambda _: None
+    with (
+        nullcontext()
+        if packs
+        else patch.object(actor_critic, "why_not_packed", lambda model: "of a comparison")
+    ):
         trainer.train()
     logs = [log for log in trainer.state.log_history if "time/forward" in log][1:]
-    return tokens["computed"] / tokens["real"], {x: mean(log[f"time/{x}"] for log in logs) for x in PHASES}
+    return tokens["computed"] / tokens["real"], {
+        x: mean(log[f"time/{x}"] for log in logs) for x in PHASES
+    }
 
 
 if __name__ == "__main__":

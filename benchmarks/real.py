@@ -4,15 +4,17 @@
     python benchmarks/real.py reviews PPO --rate 1e-3 --seed 0
     python benchmarks/real.py --table
 
-All have the same base, in float32 if nothing else is said, LoRA of rank 16, prompts, reward, completions and optimizer
-steps; each takes the learning rate of `RATES` with the best mean reward on a seed of its own. One thread each. Writes
-benchmarks/results/real.json.
+All have the same base, in float32 if nothing else is said, LoRA of rank 16, prompts, reward,
+completions and optimizer steps; each takes the learning rate of `RATES` with the best mean reward
+on a seed of its own. One thread each. Writes benchmarks/results/real.json.
 
 Tasks:
 
 - reviews: VADER's sentiment of 24 tokens that continue an opening such as "The hotel was".
-- reverse: three words written backwards, by the letters in their place, after a warm start (reverse.py).
-- length: the reward of the exercise in Hugging Face's course (chapter 12), answers of 50 characters, with questions of
+- reverse: three words written backwards, by the letters in their place, after a warm start
+  (reverse.py).
+- length: the reward of the exercise in Hugging Face's course (chapter 12), answers of 50
+  characters, with questions of
   our own, since its dataset is on the Hub; in bfloat16.
 """
 
@@ -39,17 +41,28 @@ from reviews import THINGS, openings, vader
 from smollm2 import base_model
 from student import margin
 
-RESULTS, FIGURE, RUNS = HERE / "results" / "real.json", HERE.parent / "docs" / "real.svg", Path("runs/real")
-RATES, TUNED_ON, SEEDS = (5e-4, 1e-3), 100, (0, 1, 2, 3, 4)
-LOGGED = "approx_kl", "stopped_early", "clip_ratio/region_mean", "entropy", "lam", "kl"  # and all of the critic
+RESULTS = HERE / "results" / "real.json"
+FIGURE = HERE.parent / "docs" / "real.svg"
+RUNS = Path("runs/real")
+RATES = (5e-4, 1e-3)
+TUNED_ON = 100
+SEEDS = (0, 1, 2, 3, 4)
+# and all of the critic
+LOGGED = "approx_kl", "stopped_early", "clip_ratio/region_mean", "entropy", "lam", "kl"
 CRITIC = "value/"  # prefix of its metrics
 EXPLAINED = "value/explained_variance"  # and prefix of such metrics
 PRAISE = "Five stars! Wonderful, excellent, perfect!"
-ROLLOUT, STEPS = 64, 4  # completions, and optimizer steps from them
+# completions, and optimizer steps from them
+ROLLOUT = 64
+STEPS = 4
 PARTS = slice(3, 6), slice(8, 11), slice(-3, None), slice(None)  # of the table
 GROUPS = {"num_generations": 8}
 REBN = {"critic": "none", "advantage_estimator": "rebn"}
-RUNNING_MEAN = {"critic": "head", "critic_learning_rate": 1e-12, "critic_kwargs": {"backprop": False}}
+RUNNING_MEAN = {
+    "critic": "head",
+    "critic_learning_rate": 1e-12,
+    "critic_kwargs": {"backprop": False},
+}
 RIVALS: dict[str, dict[str, Any]] = {
     "TRL GRPO": GROUPS,
     "PPO": {},
@@ -60,7 +73,8 @@ RIVALS: dict[str, dict[str, Any]] = {
     "RLOO": GROUPS | {"critic": "none", "advantage_estimator": "rloo"},
     "PPO, in groups": GROUPS,  # PPO on the prompts of GRPO
     "PPO, running mean": RUNNING_MEAN,  # all values are the mean return
-    "distill": {"reference_prompt": "praised", "kl_coef": 1.0},  # the score is measured, and no reward is given
+    # the score is measured, and no reward is given
+    "distill": {"reference_prompt": "praised", "kl_coef": 1.0},
 }
 COLORS = {
     "PPO, by token": "#1f6f50",
@@ -73,7 +87,8 @@ COLORS = {
 
 
 class Task(NamedTuple):
-    """Model, prompts of a seed, reward, length of completions in tokens, rollouts of a run, and reward to reach."""
+    """Model, prompts of a seed, reward, length of completions in tokens, rollouts of a run, and
+    reward to reach."""
 
     base: Callable[[], str]
     rows: Callable[[int], list[dict]]
@@ -94,10 +109,9 @@ def reviews(seed: int) -> list[dict]:
 def questions(seed: int) -> list[dict]:
     """Questions in the order of a seed."""
     ways = (
-        "What is a {}?|Tell me about the {}.|Why do people like a {}?|Describe a good {}.|Sum up what a {} is.".split(
-            "|"
-        )
-    )
+        "What is a {}?|Tell me about the {}.|Why do people like a {}?|Describe a good "
+        "{}.|Sum up what a {} is."
+    ).split("|")
     prompts = [way.format(thing) for thing, way in product(THINGS.split(), ways)]
     random.Random(seed).shuffle(prompts)
     return [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
@@ -126,8 +140,12 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
     from trl_ppo_ext import PPOConfig, PPOTrainer
 
     torch.set_num_threads(1)
-    task, rewards, seconds, texts = TASKS[name], [], [], []
-    base, score = task.base(), task.reward
+    task = TASKS[name]
+    rewards = []
+    seconds = []
+    texts = []
+    base = task.base()
+    score = task.reward
     if rival.endswith("by token"):
         score = by_token(score, AutoTokenizer.from_pretrained(base))
 
@@ -137,7 +155,11 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
         rewards.append(statistics.mean(totals))
         seconds.append(round(time.monotonic() - start, 1))
         texts[:] = completions
-        print(f"{name} {rival} {rate:g} seed {seed}: rollout {len(rewards)}, reward {rewards[-1]:.3f}", flush=True)
+        print(
+            f"{name} {rival} {rate:g} seed {seed}: rollout {len(rewards)}, reward "
+            f"{rewards[-1]:.3f}",
+            flush=True,
+        )
         return scores
 
     is_trl = rival.startswith("TRL")
@@ -167,20 +189,42 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
         args = config(directory, **common)
         data = Dataset.from_list(rows * -(-ROLLOUT * task.rollouts // len(rows)))
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        measure = {"monitor_funcs": reward} if rival == "distill" else {"reward_funcs": reward}
+        if rival == "distill":
+            measure = {"monitor_funcs": reward}
+        else:
+            measure = {"reward_funcs": reward}
         run = trainer(model=base, **measure, args=args, train_dataset=data, peft_config=lora)
         start = time.monotonic()
         run.train()
     history = [row for row in run.state.log_history if "reward" in row]
     names = {name for row in history for name in row if name in LOGGED or name.startswith(CRITIC)}
-    logged = {name: [round(row[name], 4) for row in history if name in row] for name in sorted(names)}
-    result = {"task": name, "rival": rival, "rate": rate, "seed": seed, "settings": settings, "logged": logged}
-    return result | {"rewards": [round(x, 4) for x in rewards], "seconds": seconds, "last": texts[:8]}
+    logged = {
+        name: [round(row[name], 4) for row in history if name in row] for name in sorted(names)
+    }
+    result = {
+        "task": name,
+        "rival": rival,
+        "rate": rate,
+        "seed": seed,
+        "settings": settings,
+        "logged": logged,
+    }
+    return result | {
+        "rewards": [round(x, 4) for x in rewards],
+        "seconds": seconds,
+        "last": texts[:8],
+    }
 
 
 def file_of(name: str, rival: str, rate: float, seed: int, settings: dict) -> Path:
     """File of a run."""
-    parts = [name, rival.replace(" ", "_"), f"{rate:g}", str(seed), *(f"{k}={v}" for k, v in sorted(settings.items()))]
+    parts = [
+        name,
+        rival.replace(" ", "_"),
+        f"{rate:g}",
+        str(seed),
+        *(f"{k}={v}" for k, v in sorted(settings.items())),
+    ]
     return RUNS / ("-".join(parts).replace("/", "_") + ".json")
 
 
@@ -202,7 +246,9 @@ def once(name: str, rival: str, rate: float, seed: int, settings: dict) -> dict:
 def interval(values: list[float]) -> str:
     """Mean with its 95 % interval, from three seeds on."""
     mean = f"{statistics.mean(values):.2f}"
-    return mean if len(values) < 3 else f"{mean} ± {margin(values):.2f}"
+    if len(values) < 3:
+        return mean
+    return f"{mean} ± {margin(values):.2f}"
 
 
 def chosen(runs: list[dict]) -> dict[tuple[str, str], list[dict]]:
@@ -212,18 +258,23 @@ def chosen(runs: list[dict]) -> dict[tuple[str, str], list[dict]]:
         if run["seed"] in SEEDS and not run["settings"]:
             group = groups.setdefault((run["task"], run["rival"]), [])
             if group and group[0]["rate"] != run["rate"]:
-                raise ValueError(f"{run['task']}, {run['rival']} has runs of two rates; remove those of one.")
+                raise ValueError(
+                    f"{run['task']}, {run['rival']} has runs of two rates; remove those of one."
+                )
             group.append(run)
     return groups
 
 
 def to_goal(rewards: list[float], goal: float) -> int | None:
     """Rollouts until the mean of the last three reaches a goal."""
-    return next((n for n in range(3, len(rewards) + 1) if statistics.mean(rewards[n - 3 : n]) >= goal), None)
+    return next(
+        (n for n in range(3, len(rewards) + 1) if statistics.mean(rewards[n - 3 : n]) >= goal), None
+    )
 
 
 def worse_than_constant(group: list[dict]) -> str:
-    """Share of rollouts after the first whose explained variance is negative, of each metric of that name."""
+    """Share of rollouts after the first whose explained variance is negative, of each metric of
+    that name."""
     logs = [run.get("logged", {}) for run in group]
     names = sorted({name for log in logs for name in log if name.startswith(EXPLAINED)})
     cells = []
@@ -237,10 +288,11 @@ def worse_than_constant(group: list[dict]) -> str:
 
 
 def table(runs: list[dict]) -> str:
-    """Markdown table: mean reward in the middle, at the end and over the run, and what it took to get there."""
+    """Markdown table: mean reward in the middle, at the end and over the run, and what it took
+    to get there."""
     lines = [
-        "| task | rival | rate | rollouts 4 to 6 | 9 to 11 | last 3 | all | completions to goal | explained below 0 "
-        "| seconds |",
+        "| task | rival | rate | rollouts 4 to 6 | 9 to 11 | last 3 | all | completions to goal | "
+        "explained below 0 | seconds |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for (task, rival), group in chosen(runs).items():
@@ -262,7 +314,8 @@ def table(runs: list[dict]) -> str:
 
 
 def figure(runs: list[dict]) -> str:
-    """Mean reward over seeds of the drawn rivals, a panel per task whose rewards are from 0 to 1."""
+    """Mean reward over seeds of the drawn rivals, a panel per task whose rewards are from 0 to
+    1."""
     panels: dict[str, list[Curve]] = {}
     for (task, rival), group in chosen(runs).items():
         if TASKS[task].goal < 0 or rival not in COLORS:
@@ -274,18 +327,27 @@ def figure(runs: list[dict]) -> str:
 
 def main() -> None:
     """Train a rival, or gather the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("task", nargs="?", choices=TASKS)
     parser.add_argument("rival", nargs="?", choices=RIVALS)
     parser.add_argument("--rate", type=float, nargs="*", default=RATES)
     parser.add_argument("--seed", type=int, nargs="*", default=None)
     parser.add_argument("--set", type=json.loads, default={}, help="further settings as JSON")
-    parser.add_argument("--table", action="store_true", help="gather runs/real in benchmarks/results/real.json")
+    parser.add_argument(
+        "--table", action="store_true", help="gather runs/real in benchmarks/results/real.json"
+    )
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if options.table:
-        known = {key(run): run for run in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
-        known |= {key(run): run for run in map(json.loads, (file.read_text() for file in sorted(RUNS.glob("*.json"))))}
+        known = {
+            key(run): run for run in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])
+        }
+        known |= {
+            key(run): run
+            for run in map(json.loads, (file.read_text() for file in sorted(RUNS.glob("*.json"))))
+        }
         RESULTS.write_text("[" + ",\n".join(map(json.dumps, known.values())) + "]\n")
         FIGURE.write_text(figure([*known.values()]))
         print(table([*known.values()]))
@@ -293,7 +355,9 @@ def main() -> None:
         for rate, seed in product(options.rate, options.seed):
             once(options.task, options.rival, rate, seed, options.set)
     else:
-        tuned = [once(options.task, options.rival, rate, TUNED_ON, options.set) for rate in options.rate]
+        tuned = [
+            once(options.task, options.rival, rate, TUNED_ON, options.set) for rate in options.rate
+        ]
         best = max(tuned, key=lambda run: statistics.mean(run["rewards"]))["rate"]
         for seed in SEEDS:
             once(options.task, options.rival, best, seed, options.set)

@@ -1,6 +1,8 @@
-"""Reverse-text, after the smallest example of prime-rl: write three words backwards, letter by letter.
+"""Reverse-text, after the smallest example of prime-rl: write three words backwards, letter by
+letter.
 
-The base does not know the task, so it is first shown examples, of words that the prompts of the runs do not have.
+The base does not know the task, so it is first shown examples, of words that the prompts of the
+runs do not have.
 """
 
 import random
@@ -10,7 +12,9 @@ from pathlib import Path
 
 from smollm2 import base_model
 
-SHOWN, ROWS, WORDS = 320, 4096, 3
+SHOWN = 320
+ROWS = 4096
+WORDS = 3
 WARM = Path(f"runs/SmolLM2-135M-reverse-{SHOWN}")
 
 
@@ -29,7 +33,10 @@ def drawn(number: int, seed: int, words: list[str]) -> list[dict]:
     """Prompts with their answers."""
     draw = random.Random(seed)
     texts = ["".join(draw.sample(words, WORDS)) for _ in range(number)]
-    return [{"prompt": f"Backwards: {' '.join(text)} ->", "answer": " ".join(text[::-1])} for text in texts]
+    return [
+        {"prompt": f"Backwards: {' '.join(text)} ->", "answer": " ".join(text[::-1])}
+        for text in texts
+    ]
 
 
 def rows(seed: int) -> list[dict]:
@@ -55,7 +62,9 @@ def warm_base() -> str:
         from trl import SFTConfig, SFTTrainer
 
         shown = drawn(SHOWN, 1, vocabulary()[len(vocabulary()) // 2 :])
-        data = Dataset.from_list([{"prompt": row["prompt"], "completion": " " + row["answer"]} for row in shown])
+        data = Dataset.from_list(
+            [{"prompt": row["prompt"], "completion": " " + row["answer"]} for row in shown]
+        )
         args = SFTConfig(
             "runs/reverse",
             learning_rate=2e-4,

@@ -1,9 +1,9 @@
 """One PPO step compared with its peers', each program in its own process and environment.
 
-A step is: generate, score, values and reference, advantages, four epochs of updates; the same model shape,
-completions, lengths and LoRA for all. The programs take turns. The table has medians over all their steps after a
-warm-up, and the peak of resident memory above that after the imports. The peers are installed once into
-`benchmarks/.environments`.
+A step is: generate, score, values and reference, advantages, four epochs of updates; the same model
+shape, completions, lengths and LoRA for all. The programs take turns. The table has medians over
+all their steps after a warm-up, and the peak of resident memory above that after the imports. The
+peers are installed once into `benchmarks/.environments`.
 
     python benchmarks/step.py --shapes small medium --dtypes bf16 fp32 --rounds 3
 
@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-PEERS, ENVIRONMENTS = HERE / "peers", HERE / ".environments"
+PEERS = HERE / "peers"
+ENVIRONMENTS = HERE / ".environments"
 RESULTS = HERE / "results" / "step.json"
 # name: worker, further arguments, how it is installed
 PROGRAMS = {
@@ -60,7 +61,9 @@ def provided(peer: str, place: Path) -> tuple[str, dict[str, str]]:
     python = str(place / "bin" / "python")
     if not place.exists():
         subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
-        subprocess.run([python, *pip[1:], "-r", str(PEERS / "requirements_agilerl.txt")], check=True)
+        subprocess.run(
+            [python, *pip[1:], "-r", str(PEERS / "requirements_agilerl.txt")], check=True
+        )
     return python, {}
 
 
@@ -69,7 +72,9 @@ def run(program: str, shape: str, dtype: str, steps: int) -> dict:
     worker, more, peer = PROGRAMS[program]
     python, environment = installed(peer)
     command = [python, str(PEERS / worker), shape, dtype, str(steps + 1), *more]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, cwd=PEERS)
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, cwd=PEERS
+    )
     if done.returncode:
         raise RuntimeError(f"{program} failed on {shape} {dtype}:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -83,10 +88,14 @@ def together(runs: list[dict]) -> dict:
         "median": statistics.median(seconds),
         "seconds": seconds,
         "peak_mib": max(each["peak_mib"] for each in runs),
-        "completion_lengths": sorted({x for each in runs for x in each.get("completion_lengths", [])}),
+        "completion_lengths": sorted(
+            {x for each in runs for x in each.get("completion_lengths", [])}
+        ),
     }
     if phases:
-        summary["phases"] = {name: statistics.median(each[name] for each in phases) for name in phases[0]}
+        summary["phases"] = {
+            name: statistics.median(each[name] for each in phases) for name in phases[0]
+        }
     return summary
 
 
@@ -100,7 +109,9 @@ def show(results: dict[str, dict], title: str) -> None:
         spread = f"{min(result['seconds']):.2f} to {max(result['seconds']):.2f}"
         ratio = "" if ours is None else f"{result['median'] / ours['median']:.2f}"
         phases = ", ".join(f"{phase} {x:.2f}" for phase, x in result.get("phases", {}).items())
-        table.add_row(name, f"{result['median']:.2f}", spread, ratio, f"{result['peak_mib']:.0f}", phases)
+        table.add_row(
+            name, f"{result['median']:.2f}", spread, ratio, f"{result['peak_mib']:.0f}", phases
+        )
     Console(width=150).print(table)
 
 
@@ -109,30 +120,50 @@ def about() -> dict:
     cpu = platform.processor()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:
-            cpu = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), cpu)
-    versions = {name: version(name) for name in ("torch", "transformers", "peft", "trl", "accelerate")}
-    return {"versions": versions, "cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version()}
+            cpu = next(
+                (line.split(":")[1].strip() for line in file if line.startswith("model name")), cpu
+            )
+    versions = {
+        name: version(name) for name in ("torch", "transformers", "peft", "trl", "accelerate")
+    }
+    return {
+        "versions": versions,
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", default=["small", "medium"])
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"])
     parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2, help="measured steps of each process, after one of warm-up")
+    parser.add_argument(
+        "--steps", type=int, default=2, help="measured steps of each process, after one of warm-up"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    written = json.loads(args.results.read_text()) if args.results.exists() else {"machines": {}, "results": {}}
+    if args.results.exists():
+        written = json.loads(args.results.read_text())
+    else:
+        written = {"machines": {}, "results": {}}
     for shape in args.shapes:
         for dtype in args.dtypes:
             runs: dict[str, list[dict]] = {program: [] for program in args.programs}
             for _ in range(args.rounds):
-                for program in args.programs:  # in turns, so that a slow minute of the machine affects all of them
+                # in turns, so that a slow minute of the machine affects all of them
+                for program in args.programs:
                     runs[program].append(run(program, shape, dtype, args.steps))
             summaries = {program: together(each) for program, each in runs.items()}
             show(summaries, f"{shape}, {dtype}")
-            written["machines"][f"{shape} {dtype}"], written["results"][f"{shape} {dtype}"] = about(), summaries
+            written["machines"][f"{shape} {dtype}"], written["results"][f"{shape} {dtype}"] = (
+                about(),
+                summaries,
+            )
             args.results.parent.mkdir(exist_ok=True)
             args.results.write_text(json.dumps(written, indent=1) + "\n")
 

@@ -1,6 +1,8 @@
-"""Write the tables of benchmarks/README.md from benchmarks/results/*.json: `python benchmarks/tables.py`.
+"""Write the tables of benchmarks/README.md from benchmarks/results/*.json: `python
+benchmarks/tables.py`.
 
-A table follows the name of its file in a comment, `<!-- arena.json -->`. The sentences around it are written by hand.
+A table follows the name of its file in a comment, `<!-- arena.json -->`. The sentences around it
+are written by hand.
 """
 
 import json
@@ -22,9 +24,14 @@ PLACE = re.compile(r"(<!-- (\w+\.json) -->\n\n)(?:\|.*\n)*\n*")
 
 
 def markdown(columns: str, rows: Iterable[Sequence[Any]]) -> str:
-    """Table with columns of a comma-separated list; a `:` after a name aligns its column to the right."""
+    """Table with columns of a comma-separated list; a `:` after a name aligns its column to the
+    right."""
     names = columns.split(", ")
-    lines = [[name.rstrip(":") for name in names], ["---:" if name.endswith(":") else "---" for name in names], *rows]
+    lines = [
+        [name.rstrip(":") for name in names],
+        ["---:" if name.endswith(":") else "---" for name in names],
+        *rows,
+    ]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
@@ -34,7 +41,12 @@ def step(measured: dict) -> str:
         ours = trainers["trl_ppo_ext"]["median"]
         for name, run in trainers.items():
             seconds = f"{min(run['seconds']):.2f} to {max(run['seconds']):.2f}"
-            times = [f"{run['median']:.2f}", seconds, f"{run['median'] / ours:.2f}", f"{run['peak_mib']:.0f}"]
+            times = [
+                f"{run['median']:.2f}",
+                seconds,
+                f"{run['median'] / ours:.2f}",
+                f"{run['peak_mib']:.0f}",
+            ]
             rows.append([shape.replace(" ", ", "), name, *times])
     return markdown("shape, trainer, seconds:, min to max:, relative to ours:, peak MiB:", rows)
 
@@ -42,11 +54,20 @@ def step(measured: dict) -> str:
 def scaling(measured: dict) -> str:
     rows = []
     for run in measured["rows"]:
-        sizes = [run[name] for name in ("grows", "completions", "response", "num_generations", "at_a_time")]
+        sizes = [
+            run[name]
+            for name in ("grows", "completions", "response", "num_generations", "at_a_time")
+        ]
         thousands = run["completions"] * (48 + run["response"]) / 1000  # with prompts of 48 tokens
-        numbers = [f"{run['seconds']:.2f}", f"{run['seconds'] / thousands:.3f}", f"{run['peak_mib']:.0f}"]
+        numbers = [
+            f"{run['seconds']:.2f}",
+            f"{run['seconds'] / thousands:.3f}",
+            f"{run['peak_mib']:.0f}",
+        ]
         rows.append([*sizes, *numbers])
-    sizes = "varied, completions:, tokens per completion:, completions per prompt:, sampled at a time:"
+    sizes = (
+        "varied, completions:, tokens per completion:, completions per prompt:, sampled at a time:"
+    )
     return markdown(f"{sizes}, seconds:, seconds per 1000 tokens:, peak MiB:", rows)
 
 
@@ -54,14 +75,18 @@ def estimate(measured: dict) -> str:
     rows = []
     for run in measured["results"]:
         peaks = run["estimated"]["peak"], max(run["measured"]["phases"].values())
-        rows.append([run["name"], *(f"{peak:.1f}" for peak in peaks), f"{run['measured']['resident']:.0f}"])
+        rows.append(
+            [run["name"], *(f"{peak:.1f}" for peak in peaks), f"{run['measured']['resident']:.0f}"]
+        )
     return markdown("run, estimated:, measured:, resident:", rows)
 
 
 def backends(measured: dict) -> str:
     rows = []
     for name, run in measured.items():
-        speeds = [f"{run[f'tokens/s of {lengths}']:,}" for lengths in ("one length", "many lengths")]
+        speeds = [
+            f"{run[f'tokens/s of {lengths}']:,}" for lengths in ("one length", "many lengths")
+        ]
         rows.append([f'`"{name}"`', *speeds, f"{run['swap ms']:.0f} ms" if run["swap ms"] else ""])
     return markdown("backend, tokens/s of one length:, of many lengths:, adapter swap:", rows)
 
@@ -71,8 +96,17 @@ def correction(measured: dict) -> str:
     for name in ("none", "sequence_truncate", "token_truncate", "sequence_mask"):
         gaps = measured["gaps"][name]
         spread = 2.776 * statistics.stdev(gaps) / len(gaps) ** 0.5  # t, 5 seeds
-        label = "no correction" if name == "none" else f"`{name}`"
-        rows.append([label, ", ".join(f"{gap:.4f}" for gap in gaps), f"{statistics.mean(gaps):.3f} ± {spread:.3f}"])
+        if name == "none":
+            label = "no correction"
+        else:
+            label = f"`{name}`"
+        rows.append(
+            [
+                label,
+                ", ".join(f"{gap:.4f}" for gap in gaps),
+                f"{statistics.mean(gaps):.3f} ± {spread:.3f}",
+            ]
+        )
     return markdown("weights, gap by seed, mean", rows)
 
 
@@ -81,12 +115,15 @@ def gpu(measured: dict) -> str:
     for name, run in measured["results"].items():
         if run["status"] != "done" or "peak_gb" not in run:
             continue
-        seconds, peaks = run.get("phases_s", {}), run["peak_gb"]
+        seconds = run.get("phases_s", {})
+        peaks = run["peak_gb"]
         cells = [run["median_s"], seconds.get("generate"), seconds.get("update")]
         cells += [peaks["allocated"], run.get("estimate", {}).get("peak_gb"), peaks["reserved"]]
         rows.append([name, *("" if x is None else f"{x:.1f}" for x in cells[:3])])
         rows[-1] += ["" if x is None else f"{x:.2f}" for x in cells[3:]]
-    return markdown("run, seconds per step:, sampling:, updates:, peak GB:, estimated:, reserved:", rows)
+    return markdown(
+        "run, seconds per step:, sampling:, updates:, peak GB:, estimated:, reserved:", rows
+    )
 
 
 TABLES = {

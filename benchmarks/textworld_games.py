@@ -1,17 +1,18 @@
-"""PPO, its rivals here, and TRL's own GRPOTrainer on TextWorld with SmolLM2-135M-Instruct, at equal episodes.
+"""PPO, its rivals here, and TRL's own GRPOTrainer on TextWorld with SmolLM2-135M-Instruct, at equal
+episodes.
 
-    python benchmarks/textworld_games.py prepare            # games, supervised start, and held-out success before
-    python benchmarks/textworld_games.py PPO                # tune on a seed of its own, then five seeds
-    python benchmarks/textworld_games.py PPO --rate 1e-3 --seed 0
-    python benchmarks/textworld_games.py PPO --rate 5e-4 --seed 0 --cost 0.05      # each command costs that much
-    python benchmarks/textworld_games.py parallel           # a rollout of 64 episodes over the model's own work
-    python benchmarks/textworld_games.py --table
+    python benchmarks/textworld_games.py prepare            # games, supervised start, and held-out
+    success before python benchmarks/textworld_games.py PPO                # tune on a seed of its
+    own, then five seeds python benchmarks/textworld_games.py PPO --rate 1e-3 --seed 0 python
+    benchmarks/textworld_games.py PPO --rate 5e-4 --seed 0 --cost 0.05      # each command costs
+    that much python benchmarks/textworld_games.py parallel           # a rollout of 64 episodes
+    over the model's own work python benchmarks/textworld_games.py --table
 
-All have the same start, games, rewards, episodes, optimizer steps, and LoRA of rank 16. One thread each. A run is
-scored once, at its end, on games that nobody trains on, of the same size and a larger one, by one program for all:
-greedily, and at temperature 1. TRL's
-trainer plays the same episodes with `environment_factory`, because the chat template of the start reads a turn as the
-call of a tool. Writes benchmarks/results/textworld_games.json.
+All have the same start, games, rewards, episodes, optimizer steps, and LoRA of rank 16. One thread
+each. A run is scored once, at its end, on games that nobody trains on, of the same size and a
+larger one, by one program for all: greedily, and at temperature 1. TRL's trainer plays the same
+episodes with `environment_factory`, because the chat template of the start reads a turn as the call
+of a tool. Writes benchmarks/results/textworld_games.json.
 """
 
 import argparse
@@ -33,15 +34,27 @@ sys.path[:0] = [str(HERE.parent / "recipes" / "textworld"), str(HERE.parent)]
 from picture import Curve, picture
 from student import margin
 
-RESULTS, FIGURE = HERE / "results" / "textworld_games.json", HERE.parent / "docs" / "textworld.svg"
+RESULTS = HERE / "results" / "textworld_games.json"
+FIGURE = HERE.parent / "docs" / "textworld.svg"
 RUNS = Path("runs/textworld")
-RATES, TUNED_ON, SEEDS = (5e-4, 1e-3), 100, (0, 1, 2, 3, 4)
+RATES = (5e-4, 1e-3)
+TUNED_ON = 100
+SEEDS = (0, 1, 2, 3, 4)
 SEVERAL = 3  # seeds, from which on there are intervals and curves
-TRAINED, HELD_OUT = range(96), range(2000, 2032)  # seeds of games
-SMALL, LARGER = (2, 3, 3), (3, 4, 4)  # rooms, objects, and commands of the quest; no rival trains on larger ones
+# seeds of games
+TRAINED = range(96)
+HELD_OUT = range(2000, 2032)
+# rooms, objects, and commands of the quest; no rival trains on larger ones
+SMALL = (2, 3, 3)
+LARGER = (3, 4, 4)
 PARTS = slice(4, 8), slice(-4, None)  # of the table
-ROLLOUT, STEPS, ROLLOUTS, LENGTH = 32, 4, 12, 640  # episodes, optimizer steps from them, rollouts, tokens
-LOGGED = "reward", "entropy", "lam", "episodes/turns", "completions/mean_length"  # and all of the critic
+# episodes, optimizer steps from them, rollouts, tokens
+ROLLOUT = 32
+STEPS = 4
+ROLLOUTS = 12
+LENGTH = 640
+# and all of the critic
+LOGGED = "reward", "entropy", "lam", "episodes/turns", "completions/mean_length"
 GROUPS = {"num_generations": 8}
 RIVALS: dict[str, dict[str, Any]] = {
     "PPO": {},
@@ -50,7 +63,13 @@ RIVALS: dict[str, dict[str, Any]] = {
     "GRPO": GROUPS | {"critic": "none"},
     "TRL GRPO": GROUPS,
 }
-COLORS = {"PPO": "#4f81bd", "TRL GRPO": "#b4552d", "ReBN": "#7a6fb0", "RLOO": "#c9a227", "GRPO": "#888888"}
+COLORS = {
+    "PPO": "#4f81bd",
+    "TRL GRPO": "#b4552d",
+    "ReBN": "#7a6fb0",
+    "RLOO": "#c9a227",
+    "GRPO": "#888888",
+}
 
 
 def won(environments: list, **kwargs) -> list[float]:
@@ -74,12 +93,15 @@ def costly(cost: float) -> Any:
 
 
 def as_tool(cost: float = 0.0) -> Any:
-    """The environment as TRL has them: its method is the tool that the chat template calls with each turn."""
+    """The environment as TRL has them: its method is the tool that the chat template calls with
+    each turn."""
     environment = costly(cost)
 
     class TextWorldTool:
         def reset(self, game: str, turns: int, **row) -> str:
-            self._played, self._rewards, self.won = environment(), 0.0, False
+            self._played = environment()
+            self._rewards = 0.0
+            self.won = False
             return self._played.reset({"game": game, "turns": turns}, 0)
 
         def command(self, command: str) -> str:
@@ -90,8 +112,12 @@ def as_tool(cost: float = 0.0) -> Any:
                 command: One of those that were listed.
             """
             seen, reward, done = self._played.step(command)
-            self._rewards, self.won = self._rewards + reward, self._played.won
-            return "over " * LENGTH if done else seen  # TRL drops an answer that does not fit, and ends the episode
+            self._rewards = self._rewards + reward
+            self.won = self._played.won
+            # TRL drops an answer that does not fit, and ends the episode
+            if done:
+                return "over " * LENGTH
+            return seen
 
         def get_reward(self) -> float:
             return self._rewards
@@ -100,10 +126,13 @@ def as_tool(cost: float = 0.0) -> Any:
 
 
 def dtype() -> str:
-    """bfloat16 on CPUs with instructions for it, a third of the time of float32 there and eight times elsewhere."""
+    """bfloat16 on CPUs with instructions for it, a third of the time of float32 there and eight
+    times elsewhere."""
     import torch
 
-    return "bfloat16" if torch.cpu.get_capabilities().get("avx512_bf16") else "float32"
+    if torch.cpu.get_capabilities().get("avx512_bf16"):
+        return "bfloat16"
+    return "float32"
 
 
 def settings(rollouts: int = ROLLOUTS, **given) -> dict[str, Any]:
@@ -125,7 +154,8 @@ def settings(rollouts: int = ROLLOUTS, **given) -> dict[str, Any]:
 
 
 def train(rival: str, rate: float, seed: int, given: dict, cost: float = 0.0) -> dict:
-    """Train a rival; return rewards, successes and seconds of each rollout, and its held-out success."""
+    """Train a rival; return rewards, successes and seconds of each rollout, and its held-out
+    success."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -136,14 +166,17 @@ def train(rival: str, rate: float, seed: int, given: dict, cost: float = 0.0) ->
     from trl_ppo_ext import PPOConfig, PPOTrainer
 
     torch.set_num_threads(1)
-    wins, seconds = [], []
+    wins = []
+    seconds = []
 
     def success(environments, **kwargs):
         scores = won(environments)
         wins.append(statistics.mean(scores))
         seconds.append(round(time.monotonic() - start, 1))
         print(
-            f"{rival} {rate:g} seed {seed}: rollout {len(wins)}, won {wins[-1]:.2f}, {seconds[-1]:.0f} s", flush=True
+            f"{rival} {rate:g} seed {seed}: rollout {len(wins)}, won {wins[-1]:.2f}, "
+            f"{seconds[-1]:.0f} s",
+            flush=True,
         )
         return scores
 
@@ -154,18 +187,31 @@ def train(rival: str, rate: float, seed: int, given: dict, cost: float = 0.0) ->
         arguments = {"model": start_model(), "train_dataset": data, "peft_config": lora}
         if rival.startswith("TRL"):
             args = GRPOConfig(folder, reward_weights=[0.0], **common)
-            run = GRPOTrainer(args=args, reward_funcs=success, environment_factory=as_tool(cost), **arguments)
+            run = GRPOTrainer(
+                args=args, reward_funcs=success, environment_factory=as_tool(cost), **arguments
+            )
         else:
             args = PPOConfig(folder, **common)
-            run = PPOTrainer(args=args, monitor_funcs=success, environment_factory=costly(cost), **arguments)
+            run = PPOTrainer(
+                args=args, monitor_funcs=success, environment_factory=costly(cost), **arguments
+            )
         start = time.monotonic()
         run.train()
         run.save_model(folder)
         held_out = score(start_model(), folder)
     history = [row for row in run.state.log_history if "reward" in row]
     names = {name for row in history for name in row if name in LOGGED or name.startswith("value/")}
-    logged = {name: [round(row[name], 4) for row in history if name in row] for name in sorted(names)}
-    result = {"rival": rival, "rate": rate, "seed": seed, "settings": given, "cost": cost, "dtype": dtype()}
+    logged = {
+        name: [round(row[name], 4) for row in history if name in row] for name in sorted(names)
+    }
+    result = {
+        "rival": rival,
+        "rate": rate,
+        "seed": seed,
+        "settings": given,
+        "cost": cost,
+        "dtype": dtype(),
+    }
     return result | {"won": wins, "seconds": seconds, "held_out": held_out, "logged": logged}
 
 
@@ -186,13 +232,22 @@ def score(model: str, adapter: str | None = None) -> dict:
 
     with tempfile.TemporaryDirectory() as folder:
         for name, temperature in {"greedy": 0.0, "sampled": 1.0}.items():
-            chosen = settings(1, critic="none", advantage_estimator="rebn", seed=0, eval_temperature=temperature)
+            chosen = settings(
+                1, critic="none", advantage_estimator="rebn", seed=0, eval_temperature=temperature
+            )
             args = PPOConfig(f"{folder}/{name}", per_device_eval_batch_size=32, **chosen)
             data = Dataset.from_list(rows(HELD_OUT, [SMALL, LARGER]))
-            arguments = {"environment_factory": TextWorld, "monitor_funcs": success, "peft_config": adapter}
+            arguments = {
+                "environment_factory": TextWorld,
+                "monitor_funcs": success,
+                "peft_config": adapter,
+            }
             PPOTrainer(model, args=args, train_dataset=data, **arguments).evaluate(data)
     count = len(HELD_OUT)
-    means = {name: [round(statistics.mean(part), 4) for part in (x[:count], x[count:])] for name, x in scores.items()}
+    means = {
+        name: [round(statistics.mean(part), 4) for part in (x[:count], x[count:])]
+        for name, x in scores.items()
+    }
     print(f"held-out success, of this size and the larger one: {means}", flush=True)
     return means
 
@@ -204,9 +259,16 @@ def prepare() -> None:
 
     rows(TRAINED, [SMALL])
     for name, model in (("base", base_model()), ("start", start_model())):
-        if not (file := RUNS / f"{name}.json").exists():
+        file = RUNS / f"{name}.json"
+        if not file.exists():
             print(name, flush=True)
-            untrained = {"rival": name, "rate": None, "seed": None, "settings": {}, "dtype": dtype()}
+            untrained = {
+                "rival": name,
+                "rate": None,
+                "seed": None,
+                "settings": {},
+                "dtype": dtype(),
+            }
             file.write_text(json.dumps(untrained | {"held_out": score(model)}))
 
 
@@ -220,7 +282,8 @@ def parallel(episodes: int = 64) -> None:
     from trl_ppo_ext import PPOConfig, PPOTrainer
 
     torch.set_num_threads(1)
-    data, spent = Dataset.from_list(rows(range(episodes), [LARGER])), {"play": 0.0, "model": 0.0}
+    data = Dataset.from_list(rows(range(episodes), [LARGER]))
+    spent = {"play": 0.0, "model": 0.0}
 
     def timed(function: Callable, name: str) -> Callable:
         def call(*given, **more):
@@ -232,21 +295,35 @@ def parallel(episodes: int = 64) -> None:
         return call
 
     with tempfile.TemporaryDirectory() as folder:
-        chosen = settings(1, critic="none", advantage_estimator="rebn", per_device_eval_batch_size=episodes)
-        run = PPOTrainer(start_model(), None, PPOConfig(folder, **chosen), data, environment_factory=TextWorld)
+        chosen = settings(
+            1, critic="none", advantage_estimator="rebn", per_device_eval_batch_size=episodes
+        )
+        run = PPOTrainer(
+            start_model(), None, PPOConfig(folder, **chosen), data, environment_factory=TextWorld
+        )
         player = run.roles.player
         conversation = player.generator.conversation
-        player.play, player.generator.conversation = timed(player.play, "play"), lambda: timed(conversation(), "model")
+        player.play = timed(player.play, "play")
+        player.generator.conversation = lambda: timed(conversation(), "model")
         for _ in range(3):  # the first time loads what is needed once
             spent |= {"play": 0.0, "model": 0.0}
             run.evaluate(data)
             play, model = spent.values()
-            print(f"{play:.1f} s, of which the model {model:.1f} s: {play / model:.2f} times its own work", flush=True)
+            print(
+                f"{play:.1f} s, of which the model {model:.1f} s: {play / model:.2f} times its own "
+                "work",
+                flush=True,
+            )
 
 
 def once(rival: str, rate: float, seed: int, given: dict, cost: float) -> dict:
     """Train, unless the run is saved."""
-    parts = [rival.replace(" ", "_"), f"{rate:g}", str(seed), *(f"{k}={v}" for k, v in sorted(given.items()))]
+    parts = [
+        rival.replace(" ", "_"),
+        f"{rate:g}",
+        str(seed),
+        *(f"{k}={v}" for k, v in sorted(given.items())),
+    ]
     if cost:
         parts.append(f"cost{cost:g}")
     file = RUNS / ("-".join(parts).replace("/", "_") + ".json")
@@ -258,17 +335,23 @@ def once(rival: str, rate: float, seed: int, given: dict, cost: float) -> dict:
 
 def key(run: dict) -> str:
     """Identity of a run."""
-    return json.dumps([run[name] for name in ("rival", "rate", "seed", "settings")] + [run.get("cost", 0.0)])
+    return json.dumps(
+        [run[name] for name in ("rival", "rate", "seed", "settings")] + [run.get("cost", 0.0)]
+    )
 
 
 def interval(values: list[float]) -> str:
     """Mean in percent with its 95 % interval, from three seeds on."""
-    count, mean = len(values), f"{100 * statistics.mean(values):.0f} %"
-    return mean if count < SEVERAL else f"{mean} ± {100 * margin(values):.0f}"
+    count = len(values)
+    mean = f"{100 * statistics.mean(values):.0f} %"
+    if count < SEVERAL:
+        return mean
+    return f"{mean} ± {100 * margin(values):.0f}"
 
 
 def grouped(runs: list[dict]) -> dict[tuple, list[dict]]:
-    """Runs of the seeds in the table, by rival, cost and rate: rivals in their order, those without training last."""
+    """Runs of the seeds in the table, by rival, cost and rate: rivals in their order, those
+    without training last."""
     groups: dict[tuple, list[dict]] = {}
     order = [*RIVALS, "start", "base"]
 
@@ -282,9 +365,12 @@ def grouped(runs: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def figure(runs: list[dict]) -> str:
-    """Mean success in training at the lower rate without costs, for each rival with three seeds or more."""
+    """Mean success in training at the lower rate without costs, for each rival with three seeds
+    or more."""
     curves = [
-        Curve(rival, COLORS[rival], [statistics.mean(x) for x in zip(*(run["won"] for run in group))])
+        Curve(
+            rival, COLORS[rival], [statistics.mean(x) for x in zip(*(run["won"] for run in group))]
+        )
         for (rival, cost, rate), group in grouped(runs).items()
         if len(group) >= SEVERAL and rate == RATES[0] and not cost
     ]
@@ -294,17 +380,25 @@ def figure(runs: list[dict]) -> str:
 def table(runs: list[dict]) -> str:
     """Markdown table: success in training and on held-out games of each size, in percent."""
     lines = [
-        "| | rate | seeds | rollouts 5-8 | last 4 | held-out, greedy | sampled | larger, greedy | sampled | time, s |",
+        "| | rate | seeds | rollouts 5-8 | last 4 | held-out, greedy | sampled | larger, greedy | "
+        "sampled | time, s |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for (rival, cost, rate), group in grouped(runs).items():
-        label = f"{rival}, cost {cost:g}" if cost else rival
+        if cost:
+            label = f"{rival}, cost {cost:g}"
+        else:
+            label = rival
         cells = ["", "", "", "", ""]
         if rate is not None:  # otherwise a model that was not trained
             parts = [[statistics.mean(run["won"][part]) for run in group] for part in PARTS]
             seconds = statistics.mean(run["seconds"][-1] for run in group)
             cells = [f"{rate:g}", str(len(group)), *map(interval, parts), f"{seconds:.0f}"]
-        scores = [[run["held_out"][name][size] for run in group] for size in (0, 1) for name in ("greedy", "sampled")]
+        scores = [
+            [run["held_out"][name][size] for run in group]
+            for size in (0, 1)
+            for name in ("greedy", "sampled")
+        ]
         cells[4:4] = map(interval, scores)
         lines.append(f"| {' | '.join([label, *cells])} |")
     return "\n".join(lines)
@@ -312,18 +406,27 @@ def table(runs: list[dict]) -> str:
 
 def main() -> None:
     """Prepare, train a rival, or gather the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="?", choices=["prepare", "parallel", *RIVALS])
     parser.add_argument("--rate", type=float, nargs="*", default=RATES)
     parser.add_argument("--seed", type=int, nargs="*", default=None)
-    parser.add_argument("--cost", type=float, default=0.0, help="cost of each command, subtracted from the reward")
+    parser.add_argument(
+        "--cost", type=float, default=0.0, help="cost of each command, subtracted from the reward"
+    )
     parser.add_argument("--set", type=json.loads, default={}, help="further settings as JSON")
     parser.add_argument("--table", action="store_true", help="gather runs/textworld in the results")
     options = parser.parse_args()
     RUNS.mkdir(parents=True, exist_ok=True)
     if options.table:
-        known = {key(run): run for run in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
-        known |= {key(run): run for run in map(json.loads, (file.read_text() for file in sorted(RUNS.glob("*.json"))))}
+        known = {
+            key(run): run for run in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])
+        }
+        known |= {
+            key(run): run
+            for run in map(json.loads, (file.read_text() for file in sorted(RUNS.glob("*.json"))))
+        }
         runs = [*known.values()]
         RESULTS.write_text("[" + ",\n".join(map(json.dumps, runs)) + "]\n")
         FIGURE.write_text(figure(runs))
@@ -336,7 +439,9 @@ def main() -> None:
         for rate, seed in product(options.rate, options.seed):
             once(options.what, rate, seed, options.set, options.cost)
     else:
-        tuned = [once(options.what, rate, TUNED_ON, options.set, options.cost) for rate in options.rate]
+        tuned = [
+            once(options.what, rate, TUNED_ON, options.set, options.cost) for rate in options.rate
+        ]
         best = max(tuned, key=lambda run: statistics.mean(run["won"]))["rate"]
         for seed in SEEDS:
             once(options.what, best, seed, options.set, options.cost)

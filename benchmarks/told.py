@@ -1,9 +1,11 @@
-"""What a reference that sees the answer is worth: the arena's *guess*, with a base that can read a number it is told.
+"""What a reference that sees the answer is worth: the arena's *guess*, with a base that can read a
+number it is told.
 
-    python benchmarks/told.py                # five seeds of each setting, 40 seconds per run on a core
+    python benchmarks/told.py                # five seeds of each setting, 40 seconds per run on a
+    core
 
-The base is the arena's model, taught to guess the number if that stands before the prompt, else a random one. The
-reference reads it, the policy does not. Writes benchmarks/results/told.json.
+The base is the arena's model, taught to guess the number if that stands before the prompt, else a
+random one. The reference reads it, the policy does not. Writes benchmarks/results/told.json.
 """
 
 import argparse
@@ -20,7 +22,10 @@ from arena import model_of
 from turns import KINDS, WORDS, Guess
 
 RESULTS = Path(__file__).resolve().parent / "results" / "told.json"
-ROLLOUT, ROLLOUTS, SEEDS, RATE = 256, 30, (0, 1, 2, 3, 4), 1e-3
+ROLLOUT = 256
+ROLLOUTS = 30
+SEEDS = (0, 1, 2, 3, 4)
+RATE = 1e-3
 TOLD = {"reference_prompt": "hidden_state", "kl_placement": "reward"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "reward": {"kl_coef": 0.0},
@@ -48,11 +53,13 @@ class Unpaid(Paid):
 
 @cache
 def taught() -> tuple[Any, Any]:
-    """The base and its tokenizer: each guess is the number if that stands before the prompt, else a random one."""
+    """The base and its tokenizer: each guess is the number if that stands before the prompt,
+    else a random one."""
     import torch
 
     model, tokenizer = model_of(WORDS)
-    dice, optimizer = random.Random(0), torch.optim.Adam(model.parameters(), 1e-3)
+    dice = random.Random(0)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for _ in range(600):
         loss = sum(model(**episodes(dice, told)).loss for told in (True, False))
         optimizer.zero_grad()
@@ -65,13 +72,18 @@ def episodes(dice: random.Random, told: bool, count: int = 32) -> dict:
     """Episodes of random guesses and their answers, with what the base is to guess each time."""
     import torch
 
-    ids, labels = [], []
+    ids = []
+    labels = []
     for _ in range(count):
-        number, guesses = dice.randrange(KINDS), [dice.randrange(KINDS) for _ in range(Guess.turns)]
+        number = dice.randrange(KINDS)
+        guesses = [dice.randrange(KINDS) for _ in range(Guess.turns)]
         answers = [2 if x == number else 0 if x < number else 1 for x in guesses]
         prompt = [*([number] if told else []), 20, 3]
         ids.append([*prompt, *(x for pair in zip(guesses, answers) for x in pair)])
-        labels.append([-100] * len(prompt) + [x for guess in guesses for x in (number if told else guess, -100)])
+        labels.append(
+            [-100] * len(prompt)
+            + [x for guess in guesses for x in (number if told else guess, -100)]
+        )
     return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}
 
 
@@ -116,7 +128,10 @@ def train(setting: str, seed: int) -> dict:
         )
         prompts = Dataset.from_dict({"prompt": ["w20"] * KINDS**2, "number": range(KINDS**2)})
         adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-        game = Unpaid if setting.startswith("KL") else Paid
+        if setting.startswith("KL"):
+            game = Unpaid
+        else:
+            game = Paid
         trainer = PPOTrainer(
             model,
             args=args,
@@ -142,7 +157,10 @@ def table(runs: list[dict]) -> str:
         cells = []
         for part in (slice(8, 11), slice(-3, None)):
             ends = [100 * statistics.mean(run["found"][part]) for run in chosen]
-            cells.append(f"{statistics.mean(ends):.0f} ± {2.78 * statistics.stdev(ends) / len(ends) ** 0.5:.0f} %")
+            cells.append(
+                f"{statistics.mean(ends):.0f} ± "
+                f"{2.78 * statistics.stdev(ends) / len(ends) ** 0.5:.0f} %"
+            )
         cells.append(f"{statistics.mean(run['entropy'][-1] for run in chosen):.2f}")
         lines.append(f"| {setting} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -150,9 +168,14 @@ def table(runs: list[dict]) -> str:
 
 def main() -> None:
     """Train with the settings that are asked for, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
-    runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    if RESULTS.exists():
+        runs = json.loads(RESULTS.read_text())
+    else:
+        runs = []
     for setting in parser.parse_args().settings:
         runs = [run for run in runs if run["setting"] != setting]
         for seed in SEEDS:

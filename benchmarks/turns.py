@@ -1,10 +1,12 @@
-"""Tasks of the arena with turns: text environments with chance, whose optimum is known by dynamic programming.
+"""Tasks of the arena with turns: text environments with chance, whose optimum is known by dynamic
+programming.
 
-`reset(row, seed)` returns the first observation, and `step(text)` an observation, a reward and whether the episode
-ends. A secret belongs to the row, so that the episodes of a group share it. Chance follows the seed and all actions so
-far: episodes of a group share it until their actions differ, as two runs of a real environment would.
-An action is a word, w0 to w20. One that is not valid has no effect, or is wrong. `length` is that of an episode in
-tokens, and `optimum()` the expected sum of rewards of the best policy.
+`reset(row, seed)` returns the first observation, and `step(text)` an observation, a reward and
+whether the episode ends. A secret belongs to the row, so that the episodes of a group share it.
+Chance follows the seed and all actions so
+far: episodes of a group share it until their actions differ, as two runs of a real environment
+would. An action is a word, w0 to w20. One that is not valid has no effect, or is wrong. `length` is
+that of an episode in tokens, and `optimum()` the expected sum of rewards of the best policy.
 
 In these tasks a turn is a word. In the spelled ones it has several, with the same optimum.
 """
@@ -14,13 +16,17 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-KINDS, WORDS = 12, 21  # numbers in most tasks, and words in all
+# numbers in most tasks, and words in all
+KINDS = 12
+WORDS = 21
 
 
 def number(text: str) -> int:
     """Action of a turn; -1 if there is none."""
     words = text.split()
-    return int(words[0][1:]) if words and words[0][1:].isdigit() else -1
+    if words and words[0][1:].isdigit():
+        return int(words[0][1:])
+    return -1
 
 
 class Chance:
@@ -36,12 +42,15 @@ class Chance:
 
 
 class Cues:
-    """16 turns with a random cue; its right answer pays 1, and N(0, 1) is added to each turn's reward."""
+    """16 turns with a random cue; its right answer pays 1, and N(0, 1) is added to each turn's
+    reward."""
 
-    turns, length = 16, 32
+    turns = 16
+    length = 32
 
     def reset(self, row: dict, seed: int) -> str:
-        self.chance, self.turn = Chance(seed), 0
+        self.chance = Chance(seed)
+        self.turn = 0
         self.cue = self.chance.after("").randrange(KINDS)
         return f" w{self.cue}"
 
@@ -58,17 +67,22 @@ class Cues:
 
 
 class Lake:
-    """FrozenLake 4×4, 16 moves: w0 to w3, and so on, go left, down, right, up, and slip to either side with 1/10 each.
+    """FrozenLake 4×4, 16 moves: w0 to w3, and so on, go left, down, right, up, and slip to either
+    side with 1/10 each.
 
     The goal pays 1; goal and holes lead back to the first cell.
     """
 
-    turns, length = 16, 48
-    holes, goal = (5, 7, 11, 12), 15
+    turns = 16
+    length = 48
+    holes = (5, 7, 11, 12)
+    goal = 15
     moves = ((0, -1), (1, 0), (0, 1), (-1, 0))
 
     def reset(self, row: dict, seed: int) -> str:
-        self.chance, self.turn, self.cell = Chance(seed), 0, 0
+        self.chance = Chance(seed)
+        self.turn = 0
+        self.cell = 0
         return self.seen()
 
     def seen(self) -> str:
@@ -82,7 +96,10 @@ class Lake:
         reached = []
         for turn, chance in ((0, 0.8), (1, 0.1), (3, 0.1)):
             row, column = (x + d for x, d in zip(divmod(cell, 4), cls.moves[(action + turn) % 4]))
-            after = 4 * row + column if 0 <= row < 4 and 0 <= column < 4 else cell
+            if 0 <= row < 4 and 0 <= column < 4:
+                after = 4 * row + column
+            else:
+                after = cell
             reward = float(after == cls.goal)
             reached.append((chance, 0 if after in (*cls.holes, cls.goal) else after, reward))
         return reached
@@ -90,7 +107,9 @@ class Lake:
     def step(self, text: str) -> tuple[str, float, bool]:
         action = number(text)
         outcomes = self.outcomes(self.cell, action % 4 if action >= 0 else action)
-        _, self.cell, reward = self.chance.after(text).choices(outcomes, [chance for chance, *_ in outcomes])[0]
+        _, self.cell, reward = self.chance.after(text).choices(
+            outcomes, [chance for chance, *_ in outcomes]
+        )[0]
         self.turn += 1
         return self.seen(), reward, self.turn == self.turns
 
@@ -99,23 +118,30 @@ class Lake:
         values = [0.0] * 16
         for _ in range(cls.turns):
             values = [
-                max(sum(p * (r + values[after]) for p, after, r in cls.outcomes(cell, a)) for a in range(4))
+                max(
+                    sum(p * (r + values[after]) for p, after, r in cls.outcomes(cell, a))
+                    for a in range(4)
+                )
                 for cell in range(16)
             ]
         return values[0]
 
 
 class Wordle:
-    """A secret of 21 words of 3 of 6 letters, 4 guesses by number; w0 gray, w1 yellow, w2 green per letter.
+    """A secret of 21 words of 3 of 6 letters, 4 guesses by number; w0 gray, w1 yellow, w2 green per
+    letter.
 
     A green letter that was not green before pays 0.1, the secret 1.
     """
 
-    turns, length = 4, 16
+    turns = 4
+    length = 16
     secrets = tuple(word for word in product(range(6), repeat=3) if sum(word) % 9 == 4)
 
     def reset(self, row: dict, seed: int) -> str:
-        self.secret, self.turn, self.green = random.Random(row["number"]).choice(self.secrets), 0, (False,) * 3
+        self.secret = random.Random(row["number"]).choice(self.secrets)
+        self.turn = 0
+        self.green = (False,) * 3
         return " w11"
 
     @staticmethod
@@ -126,12 +152,21 @@ class Wordle:
 
     def step(self, text: str) -> tuple[str, float, bool]:
         chosen = number(text)
-        guess = self.secrets[chosen] if 0 <= chosen < len(self.secrets) else (9, 9, 9)
+        if 0 <= chosen < len(self.secrets):
+            guess = self.secrets[chosen]
+        else:
+            guess = (9, 9, 9)
         marks = self.marks(self.secret, guess)
-        reward = 0.1 * sum(mark == 2 and not was for mark, was in zip(marks, self.green)) + (guess == self.secret)
+        reward = 0.1 * sum(mark == 2 and not was for mark, was in zip(marks, self.green)) + (
+            guess == self.secret
+        )
         self.green = tuple(was or mark == 2 for mark, was in zip(marks, self.green))
         self.turn += 1
-        return "".join(f" w{mark}" for mark in marks), reward, guess == self.secret or self.turn == self.turns
+        return (
+            "".join(f" w{mark}" for mark in marks),
+            reward,
+            guess == self.secret or self.turn == self.turns,
+        )
 
     @classmethod
     def optimum(cls) -> float:
@@ -146,7 +181,9 @@ class Wordle:
                 total = 0.0
                 for secret in left:
                     marks = cls.marks(secret, guess)
-                    total += 0.1 * sum(mark == 2 and not was for mark, was in zip(marks, green)) + (guess == secret)
+                    total += 0.1 * sum(mark == 2 and not was for mark, was in zip(marks, green)) + (
+                        guess == secret
+                    )
                     if guess != secret:
                         parts.setdefault(marks, []).append(secret)
                 for marks, rest in parts.items():
@@ -159,12 +196,16 @@ class Wordle:
 
 
 class Mistake:
-    """12 turns with a random cue; its right answer pays 1, but nothing pays after the first wrong one, unannounced."""
+    """12 turns with a random cue; its right answer pays 1, but nothing pays after the first
+    wrong one, unannounced."""
 
-    turns, length = 12, 24
+    turns = 12
+    length = 24
 
     def reset(self, row: dict, seed: int) -> str:
-        self.chance, self.turn, self.alive = Chance(seed), 0, True
+        self.chance = Chance(seed)
+        self.turn = 0
+        self.alive = True
         self.cue = self.chance.after("").randrange(4)
         return f" w{self.cue}"
 
@@ -180,19 +221,26 @@ class Mistake:
 
 
 class Guess:
-    """A number from 0 to 11, 4 guesses; the answer is w0 (higher), w1 (lower) or w2 (right, which pays 1)."""
+    """A number from 0 to 11, 4 guesses; the answer is w0 (higher), w1 (lower) or w2 (right,
+    which pays 1)."""
 
-    turns, length = 4, 8
+    turns = 4
+    length = 8
 
     def reset(self, row: dict, seed: int) -> str:
-        self.secret, self.turn = random.Random(row["number"]).randrange(KINDS), 0
+        self.secret = random.Random(row["number"]).randrange(KINDS)
+        self.turn = 0
         return " w3"
 
     def step(self, text: str) -> tuple[str, float, bool]:
         guess = number(text)
         self.turn += 1
         right = guess == self.secret
-        return f" w{2 if right else 0 if guess < self.secret else 1}", float(right), right or self.turn == self.turns
+        return (
+            f" w{2 if right else 0 if guess < self.secret else 1}",
+            float(right),
+            right or self.turn == self.turns,
+        )
 
     def hidden_state(self) -> str:
         """What the critic of "PPO, adapter" sees."""
@@ -210,10 +258,13 @@ class Stop:
     Each go also pays 0.2 at once. At most 8 turns.
     """
 
-    turns, length = 8, 16
+    turns = 8
+    length = 16
 
     def reset(self, row: dict, seed: int) -> str:
-        self.chance, self.turn, self.sum = Chance(seed), 0, 0
+        self.chance = Chance(seed)
+        self.turn = 0
+        self.sum = 0
         return " w0"
 
     def step(self, text: str) -> tuple[str, float, bool]:
@@ -234,13 +285,16 @@ class Stop:
 
 
 class Cost:
-    """Turns that each cost; the right answer to the first one's cue, of 6, pays 1 after the last turn.
+    """Turns that each cost; the right answer to the first one's cue, of 6, pays 1 after the last
+    turn.
 
-    A word answers by its remainder after division by 6, so that one of six is right. The further turns do nothing.
+    A word answers by its remainder after division by 6, so that one of six is right. The further
+    turns do nothing.
     """
 
     cues = 6
-    turns, length = 12, 24
+    turns = 12
+    length = 24
     cost = 0.1  # of a turn
 
     def reset(self, row: dict, seed: int) -> str:
@@ -264,7 +318,10 @@ class Cost:
 
     @classmethod
     def fixed_cost(cls) -> float:
-        """Cost of an episode whatever is done in it. Without it, the share of the optimum is the rate of success."""
+        """Cost of an episode whatever is done in it.
+
+        Without it, the share of the optimum is the rate of success.
+        """
         return cls.cost * cls.turns
 
     @classmethod
@@ -273,7 +330,8 @@ class Cost:
 
 
 class CostEnds(Cost):
-    """12 turns with a random cue of 6, each of which costs; the first right answer pays 1 and ends the episode."""
+    """12 turns with a random cue of 6, each of which costs; the first right answer pays 1 and
+    ends the episode."""
 
     def reset(self, row: dict, seed: int) -> str:
         self.chance = Chance(seed)
@@ -309,13 +367,19 @@ def costly(cost: float, turns: int) -> Any:
 
 
 def share(task: Any, mean_reward: float) -> float:
-    """Share of the optimum that a mean sum of rewards is, both without costs that nothing can avoid."""
-    fixed_cost = task.fixed_cost() if hasattr(task, "fixed_cost") else 0.0
+    """Share of the optimum that a mean sum of rewards is, both without costs that nothing can
+    avoid."""
+    if hasattr(task, "fixed_cost"):
+        fixed_cost = task.fixed_cost()
+    else:
+        fixed_cost = 0.0
     return (mean_reward + fixed_cost) / (task.optimum() + fixed_cost)
 
 
 class Spelled:
-    """A task whose actions are written as two digits: the last two words of a turn. Those before do nothing.
+    """A task whose actions are written as two digits: the last two words of a turn.
+
+    Those before do nothing.
 
     w10 to w20 end a turn, and are its last digit; the first one is below, and 0 if it is missing.
     """
@@ -335,7 +399,14 @@ def spelled(task: Any, digits: tuple[int, int]) -> Any:
     return type(f"Spelled{task.__name__}", (Spelled, task), settings)
 
 
-TASKS = {"cues": Cues, "lake": Lake, "wordle": Wordle, "mistake": Mistake, "guess": Guess, "stop": Stop}
+TASKS = {
+    "cues": Cues,
+    "lake": Lake,
+    "wordle": Wordle,
+    "mistake": Mistake,
+    "guess": Guess,
+    "stop": Stop,
+}
 SPELLED = {"cues": (3, 4), "lake": (2, 2), "wordle": (3, 7), "mistake": (2, 2), "stop": (2, 2)}
 TASKS |= {f"spelled {name}": spelled(TASKS[name], digits) for name, digits in SPELLED.items()}
 TASKS |= {

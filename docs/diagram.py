@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
-TRAINED, FROZEN, PLAIN, STEP = "#fde3c8", "#dbe7f5", "#ffffff", "#f1f1ee"
-INK, LINE = "#1c1c1c", "#5a5a5a"
+TRAINED = "#fde3c8"
+FROZEN = "#dbe7f5"
+PLAIN = "#ffffff"
+STEP = "#f1f1ee"
+INK = "#1c1c1c"
+LINE = "#5a5a5a"
 
 
 class Box(NamedTuple):
@@ -23,20 +27,28 @@ class Box(NamedTuple):
     def svg(self) -> str:
         """The box with its text in the middle."""
         title, *lines = self.text.split("\n")
-        dash = ' stroke-dasharray="5 4"' if self.dashed else ""
+        if self.dashed:
+            dash = ' stroke-dasharray="5 4"'
+        else:
+            dash = ""
         middle = self.x + self.width / 2
         top = self.y + self.height / 2 - 9 * len(lines) + 5
         return "\n".join(
             [
-                f'<rect x="{self.x}" y="{self.y}" width="{self.width}" height="{self.height}" rx="6" '
-                f'fill="{self.fill}" stroke="{LINE}"{dash}/>',
+                f'<rect x="{self.x}" y="{self.y}" width="{self.width}" height="{self.height}" '
+                f'rx="6" fill="{self.fill}" stroke="{LINE}"{dash}/>',
                 text(middle, top, title, weight="bold"),
-                *(text(middle, top + 18 * n, line, size=13) for n, line in enumerate(lines, start=1)),
+                *(
+                    text(middle, top + 18 * n, line, size=13)
+                    for n, line in enumerate(lines, start=1)
+                ),
             ]
         )
 
 
-def text(x: float, y: float, content: str, size: int = 15, weight: str = "normal", anchor: str = "middle") -> str:
+def text(
+    x: float, y: float, content: str, size: int = 15, weight: str = "normal", anchor: str = "middle"
+) -> str:
     """One line of text."""
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{INK}">'
@@ -47,17 +59,27 @@ def text(x: float, y: float, content: str, size: int = 15, weight: str = "normal
 def arrow(*points: tuple[int, int], dashed: bool = False) -> str:
     """A line through the points, with a head at the last one."""
     path = " ".join(f"{x},{y}" for x, y in points)
-    dash = ' stroke-dasharray="5 4"' if dashed else ""
-    return f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="1.6"{dash} marker-end="url(#head)"/>'
+    if dashed:
+        dash = ' stroke-dasharray="5 4"'
+    else:
+        dash = ""
+    return (
+        f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="1.6"{dash} '
+        'marker-end="url(#head)"/>'
+    )
 
 
 def picture(height: int, title: str, parts: list[str]) -> str:
     """An SVG 800 pixels wide, on white."""
-    head = '<marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
+    head = (
+        '<marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
+        'orient="auto">'
+    )
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" width="800" height="{height}" '
-            'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {height}" width="800" '
+            f'height="{height}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif" '
+            'role="img">',
             f"<title>{escape(title)}</title>",
             f'<defs>{head}<path d="M0,0 L10,5 L0,10 z" fill="{LINE}"/></marker></defs>',
             f'<rect width="800" height="{height}" fill="#ffffff"/>',
@@ -70,20 +92,36 @@ def picture(height: int, title: str, parts: list[str]) -> str:
 def roles() -> str:
     """Four roles on one frozen base."""
     base = Box(
-        20, 268, 760, 62, FROZEN, "One frozen base model, loaded once\nbf16 or NF4; no gradients, no optimizer state"
+        20,
+        268,
+        760,
+        62,
+        FROZEN,
+        "One frozen base model, loaded once\nbf16 or NF4; no gradients, no optimizer state",
     )
     outputs = ["log-probs of the reference", "completions, log-probs", "values", "scores"]
     names = ["Reference", "Policy", "Critic", "Reward"]
     layers = [
         Box(20, 152, 172, 76, PLAIN, "adapter off", dashed=True),
         Box(216, 152, 172, 76, TRAINED, "LoRA adapter"),
-        Box(412, 152, 172, 76, TRAINED, "side network\nor head, on the policy's\nstates; or own adapter"),
+        Box(
+            412,
+            152,
+            172,
+            76,
+            TRAINED,
+            "side network\nor head, on the policy's\nstates; or own adapter",
+        ),
         Box(608, 152, 172, 76, FROZEN, "LoRA adapter\nand score head"),
     ]
     parts = [base.svg()]
     for box, name, output in zip(layers, names, outputs):
         middle = box.x + box.width // 2
-        parts += [text(middle, 36, name, size=18, weight="bold"), text(middle, 92, output, size=14), box.svg()]
+        parts += [
+            text(middle, 36, name, size=18, weight="bold"),
+            text(middle, 92, output, size=14),
+            box.svg(),
+        ]
         parts += [arrow((middle, 152), (middle, 104))]
         if name != "Critic":
             parts += [arrow((middle, 268), (middle, 228))]
@@ -94,7 +132,11 @@ def roles() -> str:
         f'<rect x="116" y="352" width="16" height="16" fill="{FROZEN}" stroke="{LINE}"/>',
         text(140, 365, "frozen", size=13, anchor="start"),
         text(
-            780, 365, "The reward may also be a function, a 4-bit classifier, a judge or a server.", 13, anchor="end"
+            780,
+            365,
+            "The reward may also be a function, a 4-bit classifier, a judge or a server.",
+            13,
+            anchor="end",
         ),
     ]
     return picture(384, "Reference, policy, critic and reward on one frozen base model", parts)
@@ -106,9 +148,16 @@ def data_flow() -> str:
     generate = Box(216, 24, 240, 62, STEP, "1. Generate\nthe policy samples completions")
     completions = Box(512, 24, 224, 62, PLAIN, "Completions\ntoken ids, never re-encoded")
     forward = Box(
-        216, 140, 240, 96, STEP, "3. Forward, no gradients\npolicy: log-probs\ncritic: values\nreference: log-probs"
+        216,
+        140,
+        240,
+        96,
+        STEP,
+        "3. Forward, no gradients\npolicy: log-probs\ncritic: values\nreference: log-probs",
     )
-    score = Box(512, 140, 224, 96, STEP, "2. Score\nfunctions, reward models,\nadapters, judges, servers")
+    score = Box(
+        512, 140, 224, 96, STEP, "2. Score\nfunctions, reward models,\nadapters, judges, servers"
+    )
     rewards = Box(512, 282, 224, 62, STEP, "4. Token rewards\nscore − kl_coef × KL")
     advantages = Box(216, 282, 240, 62, STEP, "5. Advantages and returns\nGAE, or a group baseline")
     update = Box(
@@ -120,7 +169,10 @@ def data_flow() -> str:
         "6. Update the adapter and the critic\nclipped policy loss + vf_coef × value loss\n"
         "num_ppo_epochs × num_mini_batches optimizer steps",
     )
-    parts = [box.svg() for box in (prompts, generate, completions, forward, score, rewards, advantages, update)]
+    parts = [
+        box.svg()
+        for box in (prompts, generate, completions, forward, score, rewards, advantages, update)
+    ]
     parts += [
         arrow((160, 55), (216, 55)),
         arrow((456, 55), (512, 55)),
@@ -138,7 +190,9 @@ def data_flow() -> str:
         text(490, 252, "log-probs", size=12),
         text(292, 263, "values", size=12, anchor="end"),
     ]
-    return picture(494, "One iteration: generate, score, forward, token rewards, advantages, update", parts)
+    return picture(
+        494, "One iteration: generate, score, forward, token rewards, advantages, update", parts
+    )
 
 
 if __name__ == "__main__":

@@ -48,33 +48,53 @@ def cell(text: str) -> str:
 
 def default(field: Field) -> str:
     """Default of a field as code."""
-    value = field.default_factory() if field.default_factory is not MISSING else field.default
+    if field.default_factory is not MISSING:
+        value = field.default_factory()
+    else:
+        value = field.default
     return f"`{getattr(value, 'value', value)!r}`"
 
 
 def kind(config: type, name: str) -> str:
     """Type of a field, without None."""
     hint = get_type_hints(config)[name]
-    types = [x for x in (get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]) if x is not NoneType]
+    types = [
+        x
+        for x in (get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint])
+        if x is not NoneType
+    ]
     if get_origin(types[0]) is dict:  # JSON on a command line
         types = [dict]
-    words = [", ".join(map(repr, get_args(x))) if get_origin(x) is Literal else formatannotation(x) for x in types]
+    words = [
+        ", ".join(map(repr, get_args(x))) if get_origin(x) is Literal else formatannotation(x)
+        for x in types
+    ]
     return cell(" or ".join(words))
 
 
 def row(config: type, name: str, shown: str) -> str:
     """Row of a field of our own."""
     entry = config.__dataclass_fields__[name]
-    return f"| `{shown}` | `{kind(config, name)}` | {default(entry)} | {cell(entry.metadata['help'])} |"
+    return (
+        f"| `{shown}` | `{kind(config, name)}` | {default(entry)} | {cell(entry.metadata['help'])} "
+        "|"
+    )
 
 
 def page(version: str) -> str:
     """The page, for a version of transformers."""
-    lines, inherited = [HEAD.rstrip("\n")], [INHERITED.format(version=version).rstrip("\n")]
+    lines = [HEAD.rstrip("\n")]
+    inherited = [INHERITED.format(version=version).rstrip("\n")]
     own = [name for name in PPOConfig.__annotations__ if name in PPOConfig.__dataclass_fields__]
     for name in own:
         if name in PARTS:
-            lines += ["", f"## {PARTS[name]}", "", "| field | type | default | |", "|---|---|---|---|"]
+            lines += [
+                "",
+                f"## {PARTS[name]}",
+                "",
+                "| field | type | default | |",
+                "|---|---|---|---|",
+            ]
         lines.append(row(PPOConfig, name, name))
     for name, options in OPTIONS.items():
         lines += ["", f"## Keys of `{name}`", "", "| key | type | default | |", "|---|---|---|---|"]
@@ -84,7 +104,8 @@ def page(version: str) -> str:
         "",
         "## TRL's names",
         "",
-        "[Coming from GRPO](from_grpo.md) and [from TRL's PPO](from_trl_ppo.md) explain them. The last ones",
+        "[Coming from GRPO](from_grpo.md) and [from TRL's PPO](from_trl_ppo.md) explain them. The "
+        "last ones",
         "are of TRL 0.11 and of transformers before 5.",
         "",
         "| field | |",

@@ -13,7 +13,10 @@ LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
 
 def _outside(path: Path) -> list[Path]:
     """Repository files outside docs/ that a page links to."""
-    targets = [(path.parent / target).resolve() for target in LINK.findall(path.read_text(encoding="utf-8"))]
+    targets = [
+        (path.parent / target).resolve()
+        for target in LINK.findall(path.read_text(encoding="utf-8"))
+    ]
     inside = [target for target in targets if target.is_file() and target.is_relative_to(ROOT)]
     return [target for target in inside if not target.is_relative_to(ROOT / "docs")]
 
@@ -45,7 +48,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _plain_type(code: re.Match) -> str:
     """Argument type of a Hugging Face docstring, without Markdown and without the default."""
-    text = re.sub(r"\[`~?([\w.]+)`\]", r"\1", code[1]).replace("`", "").replace("*optional*", "optional")
+    text = (
+        re.sub(r"\[`~?([\w.]+)`\]", r"\1", code[1])
+        .replace("`", "")
+        .replace("*optional*", "optional")
+    )
     return f"<code>{re.sub(r', defaults to [^<]*', '', text)}</code>"
 
 

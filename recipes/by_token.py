@@ -1,9 +1,11 @@
-"""Reward each token with its change of a score of the text so far: `reward_funcs=by_token(score, tokenizer)`.
+"""Reward each token with its change of a score of the text so far: `reward_funcs=by_token(score,
+tokenizer)`.
 
-The rewards of a completion sum to its score, less that of the empty text, so with a discount of 1 the task is the
-same. What is new is the place of each change, and a λ below 1, the default for rewards over tokens, keeps credit close
-to it. It fits scores that are cheap and make sense for a part of a text: rules, lexicons, counts. The score is a
-synchronous function of the completions of one turn.
+The rewards of a completion sum to its score, less that of the empty text, so with a discount of 1
+the task is the same. What is new is the place of each change, and a λ below 1, the default for
+rewards over tokens, keeps credit close to it. It fits scores that are cheap and make sense for a
+part of a text: rules, lexicons, counts. The score is a synchronous function of the completions of
+one turn.
 """
 
 from collections.abc import Callable
@@ -16,13 +18,20 @@ def by_token(score: Callable[..., list[float]], tokenizer) -> Callable[..., list
     def changes(completions: list, completion_ids: list[list[int]], **kwargs) -> list[list[float]]:
         rewards = []
         for place, (completion, ids) in enumerate(zip(completions, completion_ids)):
-            texts: list = tokenizer.batch_decode([ids[:end] for end in range(len(ids) + 1)], skip_special_tokens=True)
+            texts: list = tokenizer.batch_decode(
+                [ids[:end] for end in range(len(ids) + 1)], skip_special_tokens=True
+            )
             if not isinstance(completion, str):
                 if len(completion) != 1:
-                    raise ValueError(f"by_token() is for completions of one turn, got {len(completion)} messages.")
+                    raise ValueError(
+                        f"by_token() is for completions of one turn, got {len(completion)} "
+                        "messages."
+                    )
                 texts = [[{"role": "assistant", "content": text}] for text in texts]
             arguments = {
-                name: [x[place]] * len(texts) if isinstance(x, list) and len(x) == len(completions) else x
+                name: [x[place]] * len(texts)
+                if isinstance(x, list) and len(x) == len(completions)
+                else x
                 for name, x in kwargs.items()
             }
             scores = score(completions=texts, **arguments)

@@ -1,4 +1,5 @@
-"""Compare a reward model in full precision and quantized: `python recipes/check_reward.py MODEL DATASET`.
+"""Compare a reward model in full precision and quantized: `python recipes/check_reward.py MODEL
+DATASET`.
 
 Scores the same preference pairs with both, using the scorer of a run.
 """
@@ -25,22 +26,46 @@ BATCH_SIZE = 8  # fits wherever the model does
 # a run should not use a quantized model beyond these limits
 KEEPS_RANKING = 0.95  # rank agreement, at least
 CHANCE = 0.6  # accuracy below which the model is no judge of these pairs
-FLIPPED = 0.1  # pairs ordered differently, at most: what that agreement gives if the scores of a pair are unrelated
+# pairs ordered differently, at most: what that agreement gives if the scores of a pair are
+# unrelated
+FLIPPED = 0.1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Check a reward model, and print the table and the verdict."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add, dtypes = parser.add_argument, ("auto", "float32", "bfloat16", "float16")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    dtypes = ("auto", "float32", "bfloat16", "float16")
     add("model", metavar="MODEL", help="id or path of a sequence classifier")
-    add("dataset", metavar="DATASET", help="id of a preference dataset, or a .json, .jsonl or .parquet file")
-    add("--quantization", choices=("nf4", "fp4", "int8"), default="nf4", help="quantization of the weights")
-    add("--dtype", choices=dtypes, default="auto", help="compute dtype; auto is bfloat16 on a GPU that has it")
+    add(
+        "dataset",
+        metavar="DATASET",
+        help="id of a preference dataset, or a .json, .jsonl or .parquet file",
+    )
+    add(
+        "--quantization",
+        choices=("nf4", "fp4", "int8"),
+        default="nf4",
+        help="quantization of the weights",
+    )
+    add(
+        "--dtype",
+        choices=dtypes,
+        default="auto",
+        help="compute dtype; auto is bfloat16 on a GPU that has it",
+    )
     add("--device", default="auto", help="e.g. cuda:0 or cpu; auto is a GPU if there is one")
     add("--reward-label", type=int, help="label that is the reward, if there are several; from 0")
     add("--trust-remote-code", action="store_true", help="run the model's own code")
     add("--split", help="split of the dataset; the first of test, validation and train")
-    add("--max-pairs", type=int, default=500, help="pairs to score at most, spread evenly over the dataset")
+    add(
+        "--max-pairs",
+        type=int,
+        default=500,
+        help="pairs to score at most, spread evenly over the dataset",
+    )
 
     options = parser.parse_args(argv)
     # warns for each layer of each forward that 8-bit layers take float16
@@ -66,28 +91,37 @@ def check_reward(
     reward_label: int | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[int, DataFrame]:
-    """Compare a reward model in full precision and quantized; return the number of pairs that fit, and the table."""
-    # 1. Encode the pairs that fit in the model's context: beyond it, some models crash, and others were never trained.
+    """Compare a reward model in full precision and quantized; return the number of pairs that
+    fit, and the table."""
+    # 1. Encode the pairs that fit in the model's context: beyond it, some models crash, and others
+    # were never trained.
     device, precision = choose_device(device, dtype)
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
-            f"{model} is saved quantized, so it cannot be compared with full precision; use the original model."
+            f"{model} is saved quantized, so it cannot be compared with full precision; use the "
+            "original model."
         )
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     sequences = encode_pairs(rows, tokenizer, context_length(config, tokenizer))
-    # the scorer joins prompts and completions, so a joined sequence can be the prompt of an empty completion
+    # the scorer joins prompts and completions, so a joined sequence can be the prompt of an empty
+    # completion
     batch = ScoringBatch(sequences, [x[:0] for x in sequences], [])
     # 2. Score them with both, one model in memory at a time.
     scores = DataFrame()
-    for name, kind in ((f"full ({str(precision).removeprefix('torch.')})", "none"), (quantization, quantization)):
+    for name, kind in (
+        (f"full ({str(precision).removeprefix('torch.')})", "none"),
+        (quantization, quantization),
+    ):
         clear_device_cache(garbage_collection=True)
         classifier = load_classifier(model, precision, kind, device, trust_remote_code)
         reward = ClassifierReward(classifier, tokenizer, BATCH_SIZE, reward_label)
         scores[name] = reward.score(batch)
         del classifier, reward
     if invalid := int((~np.isfinite(scores.to_numpy())).sum()):
-        raise ValueError(f"{invalid} scores of {model} are NaN or inf in {precision}; use e.g. float32.")
+        raise ValueError(
+            f"{invalid} scores of {model} are NaN or inf in {precision}; use e.g. float32."
+        )
     return len(sequences) // 2, compare(scores)
 
 
@@ -95,65 +129,103 @@ def choose_device(device: str, dtype: str) -> tuple[str, torch.dtype]:
     """Resolve "auto" to the device and dtype of a run on this machine."""
     gpu = torch.cuda.is_available()
     if device.startswith("cuda") and not gpu:
-        raise ValueError(f"`device={device!r}` needs a GPU, and none is available; use 'auto' or 'cpu'.")
-    device = device if device != "auto" else "cuda" if gpu else "cpu"
+        raise ValueError(
+            f"`device={device!r}` needs a GPU, and none is available; use 'auto' or 'cpu'."
+        )
+    if device != "auto":
+        device = device
+    else:
+        if gpu:
+            device = "cuda"
+        else:
+            device = "cpu"
     has_bf16 = device != "cpu" and gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    auto = torch.bfloat16 if has_bf16 else torch.float32
+    if has_bf16:
+        auto = torch.bfloat16
+    else:
+        auto = torch.float32
     return device, auto if dtype == "auto" else getattr(torch, dtype)
 
 
-def encode_pairs(rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, context: int) -> list[Any]:
-    """Return the chosen answers with their prompts, then the rejected ones, of pairs that fit in the context."""
-    is_text, end = not isinstance(rows[0].get("chosen"), list), tokenizer.eos_token or ""
-    scorer, pairs = SequenceScorer("", tokenizer, 1), []
+def encode_pairs(
+    rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, context: int
+) -> list[Any]:
+    """Return the chosen answers with their prompts, then the rejected ones, of pairs that fit in
+    the context."""
+    is_text = not isinstance(rows[0].get("chosen"), list)
+    end = tokenizer.eos_token or ""
+    scorer = SequenceScorer("", tokenizer, 1)
+    pairs = []
     empty: Any = "" if is_text else []
     for index, row in enumerate(rows):
         chosen, rejected, prompt = (row.get(name) for name in ("chosen", "rejected", "prompt"))
         for entry in (chosen, rejected, prompt or chosen):
-            if not (isinstance(entry, str) if is_text else entry and is_conversational({"messages": entry})):
-                needed = "'chosen', 'rejected' and, if present, 'prompt' must all be text, or all lists of messages"
+            if not (
+                isinstance(entry, str)
+                if is_text
+                else entry and is_conversational({"messages": entry})
+            ):
+                needed = (
+                    "'chosen', 'rejected' and, if present, 'prompt' must all be text, or all "
+                    "lists of messages"
+                )
                 remedy = "rename columns, and drop the prompt if the others are whole conversations"
                 raise ValueError(f"Pair {index} has {shortened(row)}; {needed}: {remedy}.")
         pair: list[Any] = [(prompt or empty) + chosen, (prompt or empty) + rejected]
         if is_text:
-            pair = [text.removesuffix(end) for text in pair]  # the scorer adds it, as RewardTrainer does
+            # the scorer adds it, as RewardTrainer does
+            pair = [text.removesuffix(end) for text in pair]
         if max(map(len, scorer.encode(pair, [empty] * 2))) <= context:
             pairs.append(pair)
     if not pairs:
         raise ValueError(
-            f"None of the {len(rows)} pairs fits in the model's context of {context} tokens; shorten them."
+            f"None of the {len(rows)} pairs fits in the model's context of {context} tokens; "
+            "shorten them."
         )
     return list(chain(*zip(*pairs)))
 
 
 def compare(scores: DataFrame) -> DataFrame:
-    """Compare the two columns of scores: of the chosen answers, then of the rejected ones in the same order."""
+    """Compare the two columns of scores: of the chosen answers, then of the rejected ones in the
+    same order."""
     full, quantized = scores.columns
     chosen, rejected = np.split(scores.to_numpy(), 2)
     order = np.sign(chosen - rejected)  # of each pair; a tie is 0 and counts half
-    rows = {"accuracy": (1 + order.mean(0)) / 2, "mean": scores.mean(), "standard deviation": scores.std()}
+    rows = {
+        "accuracy": (1 + order.mean(0)) / 2,
+        "mean": scores.mean(),
+        "standard deviation": scores.std(),
+    }
     table = DataFrame(rows, index=scores.columns).T
-    table.loc["rank agreement", quantized] = scores.corr("spearman").loc[full, quantized]  # NaN if all are equal
+    # NaN if all are equal
+    table.loc["rank agreement", quantized] = scores.corr("spearman").loc[full, quantized]
     table.loc["disagreement", quantized] = (order[:, 0] != order[:, 1]).mean()
     table.loc["largest difference", quantized] = (scores[full] - scores[quantized]).abs().max()
     return table
 
 
 def verdict(quantization: str, table: DataFrame) -> str:
-    """Verdict in one line: whether the model knows the pairs, then whether the quantization keeps its ranking."""
-    column, accuracy = table[quantization], table.loc["accuracy"].iloc[0]
+    """Verdict in one line: whether the model knows the pairs, then whether the quantization
+    keeps its ranking."""
+    column = table[quantization]
+    accuracy = table.loc["accuracy"].iloc[0]
     if accuracy < CHANCE:  # of the full precision: no quantization mends that
-        known = (
-            "prefers the rejected answers" if accuracy < 1 - CHANCE else "hardly tells chosen from rejected answers"
-        )
+        if accuracy < 1 - CHANCE:
+            known = "prefers the rejected answers"
+        else:
+            known = "hardly tells chosen from rejected answers"
         remedy = "check the columns, the chat template and `--reward-label`, or use another model"
         return f"the model {known} (accuracy {accuracy:.3f} in full precision): {remedy}"
     if column["rank agreement"] >= KEEPS_RANKING and column["disagreement"] <= FLIPPED:
         return f"{quantization} keeps the ranking"
-    others = "'none'" if quantization == "int8" else "'int8' or 'none'"
+    if quantization == "int8":
+        others = "'none'"
+    else:
+        others = "'int8' or 'none'"
     return (
-        f"{quantization} loses the ranking, which needs a rank agreement of at least {KEEPS_RANKING} and a "
-        f"disagreement of at most {FLIPPED}: load this model with reward_quantization={others}"
+        f"{quantization} loses the ranking, which needs a rank agreement of at least "
+        f"{KEEPS_RANKING} and a disagreement of at most {FLIPPED}: load this model with "
+        f"reward_quantization={others}"
     )
 
 

@@ -22,31 +22,55 @@ from trl_ppo_ext.ppo.updates import ppo_loss, schedule
 from trl_ppo_ext.sequences import Sequences
 
 
-def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate=5e-4, kl_coef=0.05, lam=1.0):
-    """Train an adapter on rollouts of all prompts (an even number of texts); `reward` scores a list of completions."""
-    eos, prompt_ids = tokenizer.eos_token_id, tokenizer(prompts)["input_ids"] if prompts else []
+def ppo(
+    model,
+    tokenizer,
+    prompts,
+    reward,
+    rollouts=10,
+    length=24,
+    learning_rate=5e-4,
+    kl_coef=0.05,
+    lam=1.0,
+):
+    """Train an adapter on rollouts of all prompts (an even number of texts); `reward` scores a
+    list of completions."""
+    eos = tokenizer.eos_token_id
+    if prompts:
+        prompt_ids = tokenizer(prompts)["input_ids"]
+    else:
+        prompt_ids = []
     if eos is None:
         raise ValueError("`tokenizer.eos_token` must be set, got None; completions end there.")
     if not prompt_ids or len(prompt_ids) % 2 or not all(prompt_ids):
         shortest = min(map(len, prompt_ids), default=0)
         needed = "an even number of texts, for two minibatches, of at least one token each"
         raise ValueError(f"`prompts` must be {needed}, got {len(prompts)} of at least {shortest}.")
-    # One frozen base: the policy with its adapter on, the reference with it off, and a critic that reads states of the
-    # policy, which its loss does not train, and predicts in units of the returns: their mean and deviation so far.
-    policy = get_peft_model(model.eval(), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    # One frozen base: the policy with its adapter on, the reference with it off, and a critic that
+    # reads states of the policy, which its loss does not train, and predicts in units of the
+    # returns: their mean and deviation so far.
+    policy = get_peft_model(
+        model.eval(), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    )
     roles = ActorCritic(policy, new_critic(policy, is_normalized=True, length=length))
     trained = [list(roles.policy_parameters().values()), list(roles.critic_parameters().values())]
     groups = zip(trained, (learning_rate, roles.value_head.learning_rate))
-    optimizer = torch.optim.AdamW([{"params": x, "lr": rate} for x, rate in groups], eps=1e-5, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [{"params": x, "lr": rate} for x, rate in groups], eps=1e-5, weight_decay=0.0
+    )
     plan = BatchPlan(micro_batch_size=len(prompts) // 2, num_mini_batches=2, num_ppo_epochs=4)
     run = RunState(kl_coef)
-    sampling = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=length, eos_token_id=eos, pad_token_id=eos)
+    sampling = GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=length, eos_token_id=eos, pad_token_id=eos
+    )
 
     for number in range(rollouts):
         # 1. Sample a completion for each prompt, up to its EOS.
         torch.manual_seed(number)
         inputs = Sequences.from_token_ids(prompt_ids, [[]] * len(prompts), eos, roles.device)
-        sampled = roles.sample(inputs.input_ids, inputs.attention_mask, sampling)[:, inputs.input_ids.shape[1] :]
+        sampled = roles.sample(inputs.input_ids, inputs.attention_mask, sampling)[
+            :, inputs.input_ids.shape[1] :
+        ]
         completions = [cut_at_stop(ids, frozenset([eos])) for ids in sampled.tolist()]
         sequences = Sequences.from_token_ids(prompt_ids, completions, eos, roles.device)
         mask = sequences.completion_mask
@@ -59,31 +83,52 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
             raise ValueError(f"`reward` must return {needed}, got {scores.tolist()}.")
         token_scores = scores[:, None] * (mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1)))
 
-        # 3. Log-probs, and outputs of the critic, which reads earlier rewards in units of earlier rollouts, if any.
-        sequences = replace(sequences, earned=rewards_so_far(token_scores, mask, Units.of(run.rewards), number > 0))
+        # 3. Log-probs, and outputs of the critic, which reads earlier rewards in units of earlier
+        # rollouts, if any.
+        sequences = replace(
+            sequences, earned=rewards_so_far(token_scores, mask, Units.of(run.rewards), number > 0)
+        )
         with torch.no_grad(), roles.value_head.recorded() as recorded:
-            old, ref_logprobs = roles(sequences), roles.reference_logprobs(sequences)
+            old = roles(sequences)
+            ref_logprobs = roles.reference_logprobs(sequences)
 
         # 4. Rewards per token: the KL penalty at every token, the score at the last one.
         rewards = token_scores - run.kl_coef * (kl := old.logprobs - ref_logprobs)
 
-        # 5. Advantages, and targets: outputs are in units of the earlier returns, targets also of this rollout's. The
-        #    values are weighed by how well they fit the returns, and then subtracted from them.
+        # 5. Advantages, and targets: outputs are in units of the earlier returns, targets also of
+        # this rollout's. The values are weighed by how well they fit the returns, and then
+        # subtracted from them.
         if number == 0:  # a new critic begins with a fit to the first returns
-            old = old._replace(values=old.values + fit_new(roles.value_head, recorded, rewards, mask, mask))
+            old = old._replace(
+                values=old.values + fit_new(roles.value_head, recorded, rewards, mask, mask)
+            )
         discounts = Discounts(gamma=1.0, lam=lam)
-        result, seen = of_critic(rewards, old.values, mask, run.returns, is_normalized=True, discounts=discounts)
+        result, seen = of_critic(
+            rewards, old.values, mask, run.returns, is_normalized=True, discounts=discounts
+        )
         largest = max(run.largest_unit, seen.unit)
         result = in_units(result, seen, largest)
         run = run._replace(
-            returns=seen, largest_unit=largest, rewards=run.rewards.add(token_scores, mask, memory=MEMORY)
+            returns=seen,
+            largest_unit=largest,
+            rewards=run.rewards.add(token_scores, mask, memory=MEMORY),
         )
-        data = Rollout(sequences, mask, old.logprobs, result.advantages, old_values=old.values, returns=result.targets)
+        data = Rollout(
+            sequences,
+            mask,
+            old.logprobs,
+            result.advantages,
+            old_values=old.values,
+            returns=result.targets,
+        )
 
-        # 6. Epochs of minibatches of one micro-batch; tokens that became twice or half as likely are clipped.
+        # 6. Epochs of minibatches of one micro-batch; tokens that became twice or half as likely
+        # are clipped.
         for rows in schedule(plan):
             part = data.rows(rows)
-            loss, _ = ppo_loss(roles(part.sequences), part, cliprange=(0.5, 1.0), dual_clip=2.0, vf_coef=0.5)
+            loss, _ = ppo_loss(
+                roles(part.sequences), part, cliprange=(0.5, 1.0), dual_clip=2.0, vf_coef=0.5
+            )
             optimizer.zero_grad()
             loss.backward()
             for parameters in trained:  # a large value loss must not shrink the policy's step
@@ -93,5 +138,11 @@ def ppo(model, tokenizer, prompts, reward, rollouts=10, length=24, learning_rate
 
 
 if __name__ == "__main__":
-    base, prompts = AutoModelForCausalLM.from_pretrained(sys.argv[1]), ["The hotel was", "The film was"] * 32
-    ppo(base, AutoTokenizer.from_pretrained(sys.argv[1]), prompts, lambda texts: [float("!" in x) for x in texts])
+    base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    prompts = ["The hotel was", "The film was"] * 32
+    ppo(
+        base,
+        AutoTokenizer.from_pretrained(sys.argv[1]),
+        prompts,
+        lambda texts: [float("!" in x) for x in texts],
+    )

@@ -1,9 +1,10 @@
-"""Tiny offline twins of the recipes with tools and environments: a model with random weights learns each on a CPU.
+"""Tiny offline twins of the recipes with tools and environments: a model with random weights learns
+each on a CPU.
 
 python recipes/offline.py calculator     # or wordle, search
 
-Tools and environments are those of the recipe. A turn is one token: the vocabulary has one for each call, guess and
-answer of the task, so that random weights use tools, too.
+Tools and environments are those of the recipe. A turn is one token: the vocabulary has one for each
+call, guess and answer of the task, so that random weights use tools, too.
 """
 
 import json
@@ -20,9 +21,9 @@ from trl_ppo_ext import PPOConfig, PPOTrainer
 
 # like Qwen's, without its preamble
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|> {{ m.role }} {% for c in m.tool_calls or [] %}<tool_call>\n"
-    "{{ c.function | tojson }}\n</tool_call>{% endfor %}{{ m.content }} <|im_end|> {% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+    "{% for m in messages %}<|im_start|> {{ m.role }} {% for c in m.tool_calls or [] "
+    "%}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}{{ m.content }} "
+    "<|im_end|> {% endfor %}{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
 # how a turn is read: the calls of a JSON object each, and text
 RESPONSE_TEMPLATE = {
@@ -60,7 +61,10 @@ def call(name: str, **arguments: Any) -> str:
 def calculator(task: Any) -> Twin:
     """Four products."""
     products = {f"{a} * {b}": str(a * b) for a, b in [(12, 7), (13, 8), (17, 6), (19, 4)]}
-    rows = [{"question": question, "answer": f"#### {product}"} for question, product in products.items()]
+    rows = [
+        {"question": question, "answer": f"#### {product}"}
+        for question, product in products.items()
+    ]
     calls = [call("calculate", expression=question) for question in products]
     arguments = {"tools": [task.calculate], "reward_funcs": task.correct}
     return Twin(rows, [*products.values()], calls + [row["answer"] for row in rows], arguments)
@@ -71,17 +75,27 @@ def wordle(task: Any) -> Twin:
     words = ["cigar", "rebut", "sissy", "humph", "awake", "blush", "focal", "evade"]
     guesses = [f"<guess>{word}</guess>" for word in words]
     return Twin(
-        [{"secret": word} for word in words], [*"".join(words), *"GY-"], guesses, {"environment_factory": task.Wordle}
+        [{"secret": word} for word in words],
+        [*"".join(words), *"GY-"],
+        guesses,
+        {"environment_factory": task.Wordle},
     )
 
 
 def search(task: Any) -> Twin:
     """Four questions and the passages with their answers."""
     capitals = {"Chad": "N'Djamena", "Peru": "Lima", "Fiji": "Suva", "Laos": "Vientiane"}
-    index = task.BM25([f"{city} is the capital of {country} ." for country, city in capitals.items()])
+    index = task.BM25(
+        [f"{city} is the capital of {country} ." for country, city in capitals.items()]
+    )
     task.index = lambda: index
-    rows = [{"question": f"The capital of {name} ?", "answers": {"text": [city]}} for name, city in capitals.items()]
-    calls = [call("search", query=name) for name in capitals] + [call("answer", text=x) for x in capitals.values()]
+    rows = [
+        {"question": f"The capital of {name} ?", "answers": {"text": [city]}}
+        for name, city in capitals.items()
+    ]
+    calls = [call("search", query=name) for name in capitals] + [
+        call("answer", text=x) for x in capitals.values()
+    ]
     # of 64 completions, some seeds learn two answers only
     return Twin(rows, index.passages, calls, {"environment_factory": task.Search}, completions=128)
 
@@ -94,7 +108,8 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
     twin: Twin = {"calculator": calculator, "wordle": wordle, "search": search}[name](task)
     rows = [row | task.to_prompt(row) for row in twin.rows]
 
-    # 2. A tokenizer: words, and whole turns. The instruction, which all prompts share, is one token, too.
+    # 2. A tokenizer: words, and whole turns. The instruction, which all prompts share, is one
+    # token, too.
     *_, instruction = rows[0]["prompt"][0]["content"].splitlines()
     texts = [row["prompt"][0]["content"].removesuffix(instruction) for row in rows]
     words = " ".join([*SPECIAL, "user assistant tool", *texts, *twin.words]).split()
@@ -152,10 +167,14 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
         args=PPOConfig(output_dir, **defaults | settings),
         train_dataset=rows,
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(
+            r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
         **twin.arguments,
     )
 
 
 if __name__ == "__main__":
-    build(sys.argv[1], f"runs/offline_{sys.argv[1]}", log_completions=True, num_completions_to_print=2).train()
+    build(
+        sys.argv[1], f"runs/offline_{sys.argv[1]}", log_completions=True, num_completions_to_print=2
+    ).train()

@@ -1,7 +1,9 @@
-"""Train a critic on rollouts of the frozen policy: `python recipes/pretrain_critic.py run.yaml --output_dir critic`.
+"""Train a critic on rollouts of the frozen policy: `python recipes/pretrain_critic.py run.yaml
+--output_dir critic`.
 
-It learns Monte Carlo returns (https://huggingface.co/papers/2503.01491), and starts any number of runs with
-`critic_init`. Arguments are those of `trl-ppo train`; those about the policy's update have no effect.
+It learns Monte Carlo returns (https://huggingface.co/papers/2503.01491), and starts any number of
+runs with `critic_init`. Arguments are those of `trl-ppo train`; those about the policy's update
+have no effect.
 """
 
 import json
@@ -29,22 +31,26 @@ USEFUL = 0.1  # explained variance of a critic that is worth starting from
 def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[str, float]:
     """Train only the critic, on rollouts of the frozen policy, and save it.
 
-    The policy stays frozen afterwards, and the trainer trains no more: build another one that starts from the critic.
+    The policy stays frozen afterwards, and the trainer trains no more: build another one that
+    starts from the critic.
 
     Args:
         trainer ([`PPOTrainer`]): Trainer of the run, not trained yet.
         output_dir (`str`, *optional*): Directory of the critic; the run's `output_dir` by default.
 
     Returns:
-        `dict[str, float]`: `"explained_variance_before"` and `"explained_variance_after"`, on the same held-out
-        rollouts against their Monte Carlo returns, and `"steps"`.
+        `dict[str, float]`: `"explained_variance_before"` and `"explained_variance_after"`, on the
+        same held-out rollouts against their Monte Carlo returns, and `"steps"`.
 
     Raises:
         `ValueError`: If there is no critic.
     """
     actor_critic = trainer.actor_critic
     if actor_critic.value_head is None:
-        raise ValueError("`critic='none'` leaves nothing to pretrain; set `critic` to 'side', 'head' or 'adapter'.")
+        raise ValueError(
+            "`critic='none'` leaves nothing to pretrain; set `critic` to 'side', 'head' or "
+            "'adapter'."
+        )
     for parameter in actor_critic.policy_parameters().values():
         parameter.requires_grad_(False)
     trainer.remove_callback(trainer.run_log)  # the folder holds a critic to publish, not a run
@@ -58,7 +64,8 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
     if trainer.is_world_process_zero():
         directory = output_dir or str(trainer.args.output_dir)
         save_critic(actor_critic, directory, weights, trainer.run_state.critic)
-        base, rewards = public_name(actor_critic.config._name_or_path), trainer.reward_func_names
+        base = public_name(actor_critic.config._name_or_path)
+        rewards = trainer.reward_func_names
         about = {"base_model": base, "rewards": rewards, "gamma": trainer.args.gamma} | numbers
         Path(directory, CRITIC_NUMBERS).write_text(json.dumps(about, indent=2) + "\n")
     return numbers
@@ -66,25 +73,36 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
 
 def refuse_to_train(*args: Any, **kwargs: Any) -> NoReturn:
     """Raise: the optimizer of a pretrained critic has no weights of the policy."""
-    needed = "a new trainer with `critic_init`, after `pretrain_critic` has frozen the policy of this one"
+    needed = (
+        "a new trainer with `critic_init`, after `pretrain_critic` has frozen the policy of this "
+        "one"
+    )
     raise RuntimeError(f"`train` needs {needed}; build one.")
 
 
 def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Samples]]) -> float:
-    """Share of the Monte Carlo returns' variance that the critic explains, over all tokens and processes."""
+    """Share of the Monte Carlo returns' variance that the critic explains, over all tokens and
+    processes."""
     trainer.actor_critic.eval()
-    roles, run, pairs = trainer.roles, trainer.run_state, []
+    roles = trainer.roles
+    run = trainer.run_state
+    pairs = []
     units = cast(ValueHead, trainer.actor_critic.value_head).units(run.returns)
     for rollout, samples in rollouts:
-        sequences, mask = rollout.sequences, rollout.response_mask
+        sequences = rollout.sequences
+        mask = rollout.response_mask
         if trainer.args.advantage_level == "turn":
             mask = mask & ppo_math.turn_starts(sequences.turns)[0]
         if sequences.earned is not None:  # in the units that the critic reads now
-            sequences = with_rewards_so_far(sequences, samples.scored.tokens, sequences.completion_mask, run)
+            sequences = with_rewards_so_far(
+                sequences, samples.scored.tokens, sequences.completion_mask, run
+            )
         values = units.values(score_tokens(roles, sequences).values)
         pairs.append((values[mask], cast(Tensor, samples.returns)[mask]))
     values, returns = map(torch.cat, zip(*pairs))
-    return float(ppo_math.explained_variance(values, returns, torch.ones_like(returns), roles.all_sum))
+    return float(
+        ppo_math.explained_variance(values, returns, torch.ones_like(returns), roles.all_sum)
+    )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -100,8 +118,14 @@ def main(argv: Sequence[str]) -> None:
         trainer.accelerator.print(f"{name}: {numbers[name]:.3f}")
     advice = f"Start a run from it with `critic_init={args.output_dir!r}`."
     if numbers["explained_variance_after"] < USEFUL:
-        advice = "It hardly predicts the returns, so it does not help a run. Train it longer (`max_steps`), raise "
-        advice += "`critic_learning_rate`, or check with `trl-ppo probe` whether the returns can be predicted."
+        advice = (
+            "It hardly predicts the returns, so it does not help a run. Train it longer "
+            "(`max_steps`), raise "
+        )
+        advice += (
+            "`critic_learning_rate`, or check with `trl-ppo probe` whether the returns can be "
+            "predicted."
+        )
     trainer.accelerator.print(advice)
     trainer.end()
 

@@ -2,8 +2,9 @@
 
 PTXTrainer(..., ptx_dataset=dataset, ptx_coef=27.8)
 
-The loss is that of PPO plus `ptx_coef` times the negative log-likelihood of the rows per token, at temperature 1
-(https://huggingface.co/papers/2203.02155). Every optimizer step takes as many rows as completions.
+The loss is that of PPO plus `ptx_coef` times the negative log-likelihood of the rows per token, at
+temperature 1 (https://huggingface.co/papers/2203.02155). Every optimizer step takes as many rows as
+completions.
 """
 
 import torch
@@ -15,28 +16,51 @@ from trl_ppo_ext.sequences import Sequences
 
 
 def tokenize(row: dict, tokenizer, max_length: int) -> dict[str, list[int]]:
-    """Split a row into given and learned tokens: learned are its `"completion"`, `"text"` or `"messages"`."""
+    """Split a row into given and learned tokens: learned are its `"completion"`, `"text"` or
+    `"messages"`."""
     # 1. Tokens of the row. A chat template ends its own chats; text gets an EOS.
-    whole = row["prompt"] + row["completion"] if "prompt" in row else row.get("text") or row["messages"]
-    ids, eos = encode(whole, tokenizer, {}, opening=False), tokenizer.eos_token_id
+    if "prompt" in row:
+        whole = row["prompt"] + row["completion"]
+    else:
+        whole = row.get("text") or row["messages"]
+    ids = encode(whole, tokenizer, {}, opening=False)
+    eos = tokenizer.eos_token_id
     if isinstance(whole, str) and ids[-1:] != [eos]:
         ids = [*ids, eos]
-    # 2. Learned tokens begin where the prompt ends or, if tokens merge there, where they differ from the prompt's. The
-    # first token is never learned, because nothing predicts it.
-    prompt = encode(row["prompt"], tokenizer, {}) if "prompt" in row else []
-    shared = next((n for n, (one, other) in enumerate(zip(prompt, ids)) if one != other), len(prompt))
+    # 2. Learned tokens begin where the prompt ends or, if tokens merge there, where they differ
+    # from the prompt's. The first token is never learned, because nothing predicts it.
+    if "prompt" in row:
+        prompt = encode(row["prompt"], tokenizer, {})
+    else:
+        prompt = []
+    shared = next(
+        (n for n, (one, other) in enumerate(zip(prompt, ids)) if one != other), len(prompt)
+    )
     start = max(shared, 1)
     if start >= min(len(ids), max_length):
-        raise ValueError(f"No token to learn after the first {start} of {len(ids)} ({max_length=}) in {row}.")
+        raise ValueError(
+            f"No token to learn after the first {start} of {len(ids)} ({max_length=}) in {row}."
+        )
     return {"prompt_ids": ids[:start], "completion_ids": ids[start:max_length]}
 
 
 class PTXTrainer(PPOTrainer):
-    def __init__(self, *args, ptx_dataset: Dataset, ptx_coef: float = 1.0, ptx_max_length: int = 512, **kwargs):
+    def __init__(
+        self,
+        *args,
+        ptx_dataset: Dataset,
+        ptx_coef: float = 1.0,
+        ptx_max_length: int = 512,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
         settings = {"tokenizer": self.processing_class, "max_length": ptx_max_length}
-        self.ptx_rows = ptx_dataset.map(tokenize, fn_kwargs=settings, remove_columns=ptx_dataset.column_names)
-        self.ptx_coef, self.ptx_step, self.ptx_batches = ptx_coef, -1, iter(())
+        self.ptx_rows = ptx_dataset.map(
+            tokenize, fn_kwargs=settings, remove_columns=ptx_dataset.column_names
+        )
+        self.ptx_coef = ptx_coef
+        self.ptx_step = -1
+        self.ptx_batches = iter(())
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
@@ -45,19 +69,25 @@ class PTXTrainer(PPOTrainer):
         rows = next(self.ptx_batches)
         nll = -model(rows, with_values=False).logprobs  # 0 at padding
         self._metrics["train"].mean("loss/ptx", nll, rows.completion_mask)
-        # DDP averages gradients over ranks; the divisor is that of the optimizer step, over all ranks
+        # DDP averages gradients over ranks; the divisor is that of the optimizer step, over all
+        # ranks
         return loss + self.ptx_coef * nll.sum() / self.ptx_tokens * self.accelerator.num_processes
 
     def draw(self, step: int) -> None:
-        """Draw this rank's rows of an optimizer step; they depend only on seed and step, so a resumed run has them."""
-        size, count = len(self.ptx_rows), self.plan.mini_batch_size
+        """Draw this rank's rows of an optimizer step; they depend only on seed and step, so a
+        resumed run has them."""
+        size = len(self.ptx_rows)
+        count = self.plan.mini_batch_size
         start = (step * self.plan.num_processes + self.accelerator.process_index) * count
         passes = range(start // size, (start + count - 1) // size + 1)
         generators = [torch.Generator().manual_seed(self.args.seed + number) for number in passes]
         order = torch.cat([torch.randperm(size, generator=generator) for generator in generators])
         ids = self.ptx_rows[order[start % size : start % size + count].tolist()]
         lists = ids["prompt_ids"], ids["completion_ids"]
-        rows = Sequences.from_token_ids(*lists, self.processing_class.pad_token_id, self.accelerator.device)
+        rows = Sequences.from_token_ids(
+            *lists, self.processing_class.pad_token_id, self.accelerator.device
+        )
         self.ptx_tokens = self.accelerator.reduce(rows.completion_mask.sum(), reduction="sum")
         batches = torch.arange(count).split(self.plan.micro_batch_size)
-        self.ptx_step, self.ptx_batches = step, iter([rows.rows(batch) for batch in batches])
+        self.ptx_step = step
+        self.ptx_batches = iter([rows.rows(batch) for batch in batches])

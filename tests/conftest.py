@@ -7,13 +7,15 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much where something else is running
+# tiny models gain nothing from more, and lose much where something else is running
+torch.set_num_threads(1)
 
 EXTENSIONS = Path(__file__).parent.parent / ".pytest_cache" / "torch_extensions"
 
 
 def pytest_configure(config):
-    """Compile C++ extensions into the checkout; a lock that a killed run left would be waited for without end."""
+    """Compile C++ extensions into the checkout; a lock that a killed run left would be waited
+    for without end."""
     if not hasattr(config, "workerinput"):
         os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
         for lock in EXTENSIONS.rglob("lock"):
@@ -21,7 +23,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Save what takes a tenth of the time of tiny runs each: garbage collection, and names of cached datasets."""
+    """Save what takes a tenth of the time of tiny runs each: garbage collection, and names of
+    cached datasets."""
     from datasets import arrow_dataset, disable_caching, fingerprint
 
     disable_caching()  # a random name must not be found
@@ -42,7 +45,9 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def all_cores():
     """For the tests that train for a minute."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    torch.set_num_threads(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     yield
     torch.set_num_threads(1)
 

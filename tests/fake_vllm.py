@@ -1,4 +1,5 @@
-"""A server with the endpoints of vLLM and recorded answers of the real one; its completions are random tokens."""
+"""A server with the endpoints of vLLM and recorded answers of the real one; its completions are
+random tokens."""
 
 import asyncio
 import json
@@ -14,18 +15,25 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 RECORDED = json.loads((Path(__file__).parent / "with_vllm/recorded.json").read_text())
-VOCABULARY, LOGPROB = range(4, 32), -3.25
+VOCABULARY = range(4, 32)
+LOGPROB = -3.25
 
 
 class FakeVLLM:
-    """`asked` has every request; `failures` the answers to the next ones, by path; a `key` is required if set.
+    """`asked` has every request; `failures` the answers to the next ones, by path; a `key` is
+    required if set.
 
     Completions take `delay` seconds.
     """
 
     def __init__(self, base):
-        self.base, self.key, self.delay = base, None, 0.0
-        self.adapters, self.asked, self.failures, self.port = {}, [], {}, 0
+        self.base = base
+        self.key = None
+        self.delay = 0.0
+        self.adapters = {}
+        self.asked = []
+        self.failures = {}
+        self.port = 0
 
     # ---- process ----
 
@@ -48,18 +56,26 @@ class FakeVLLM:
     # ---- answers ----
 
     async def answer(self, request):
-        path, body = request.url.path, json.loads(await request.body() or "{}")
+        path = request.url.path
+        body = json.loads(await request.body() or "{}")
         self.asked.append((path, body, request.headers.get("authorization")))
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return self.recorded("wrong key")
         if self.failures.get(path):
             failure = self.failures[path].pop(0)
-            failure = PlainTextResponse("busy", failure) if isinstance(failure, int) else failure
-            return self.recorded(failure) if isinstance(failure, str) else failure
+            if isinstance(failure, int):
+                failure = PlainTextResponse("busy", failure)
+            else:
+                failure = failure
+            if isinstance(failure, str):
+                return self.recorded(failure)
+            return failure
         answers = {"/v1/models": self.models, "/v1/completions": self.completions}
         answers |= {"/v1/load_lora_adapter": self.load, "/v1/unload_lora_adapter": self.unload}
         await asyncio.sleep(self.delay if path == "/v1/completions" else 0)
-        return answers[path](body) if path in answers else self.recorded("no such path")
+        if path in answers:
+            return answers[path](body)
+        return self.recorded("no such path")
 
     def recorded(self, name, **names):
         """A recorded answer, in which names are replaced by those of this server."""
@@ -68,7 +84,9 @@ class FakeVLLM:
         for old, new in ({"FOLDER/base": self.base} | names).items():
             text = text.replace(old, str(new))
         body = json.loads(text)
-        return PlainTextResponse(body, status) if isinstance(body, str) else JSONResponse(body, status)
+        if isinstance(body, str):
+            return PlainTextResponse(body, status)
+        return JSONResponse(body, status)
 
     def models(self, body):
         entries = json.loads(self.recorded("models with an adapter").body)["data"]
@@ -76,7 +94,8 @@ class FakeVLLM:
         return JSONResponse({"object": "list", "data": [entries[0], *adapters]})
 
     def load(self, body):
-        name, path = body["lora_name"], Path(body["lora_path"])
+        name = body["lora_name"]
+        path = Path(body["lora_path"])
         if name in self.adapters:
             return self.recorded("loaded already", fits=name)
         if not (path / "adapter_model.safetensors").exists():
@@ -91,12 +110,14 @@ class FakeVLLM:
         return self.recorded("unloaded" if known else "unloaded already", fits=body["lora_name"])
 
     def completions(self, body):
-        """Completions that depend on adapter, seed and prompt, as those of the real server do in float32."""
+        """Completions that depend on adapter, seed and prompt, as those of the real server do in
+        float32."""
         if body["model"] not in self.adapters:
             return self.recorded("not loaded", nowhere=body["model"])
         if body["n"] > 1 and not body["temperature"]:
             return PlainTextResponse("n must be 1 when using greedy sampling", 400)
-        answer, choices = json.loads(self.recorded("completed").body), []
+        answer = json.loads(self.recorded("completed").body)
+        choices = []
         adapter = Path(self.adapters[body["model"]], "adapter_model.safetensors").read_bytes()
         draw = random.Random(f"{body['seed']} {body['prompt']}".encode() + adapter)
         for index in range(body["n"]):

@@ -1,4 +1,5 @@
-"""Tiny models of the families that are trained today, and docs/models.md: `python tests/families.py` writes it."""
+"""Tiny models of the families that are trained today, and docs/models.md: `python
+tests/families.py` writes it."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,11 +67,26 @@ SIZES = {
 }
 WINDOW = {"sliding_window": 8}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+DELTA = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
 CONVOLUTION = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 GEMMA = WINDOW | {"pad_token_id": 0, "layer_types": ["sliding_attention", "full_attention"]}
-GEMMA4 = GEMMA | {"global_head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 32}
+GEMMA4 = GEMMA | {
+    "global_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 32,
+}
 YARN = {  # as in Ministral 3, whose queries also grow with their position
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -147,7 +163,8 @@ TEXT = {
     "GLM-4 MoE": (
         "Glm4MoeForCausalLM",
         "Glm4MoeConfig",
-        EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        EXPERTS
+        | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     ),
     "Phi-4-mini": ("Phi3ForCausalLM", "Phi3Config", {}),
     "Granite 4": (
@@ -174,7 +191,8 @@ TEXT = {
     ),
     "Seed-OSS": ("SeedOssForCausalLM", "SeedOssConfig", {}),
 }
-# family: class of the model, its config, the config of its text, that of its images, and settings of both
+# family: class of the model, its config, the config of its text, that of its images, and settings
+# of both
 WITH_IMAGES = {
     "Gemma 4 with images": (
         "Gemma4ForConditionalGeneration",
@@ -228,7 +246,10 @@ def row(family: str, folder: str) -> str:
         "cache": why_not_reused(actor_critic, GenerationConfig(use_cache=True)) is None,
         "estimate": can_be_estimated(model.config),
     }
-    return f"| {family} | `{type(model).__name__}` | {' | '.join('yes' if x else 'no' for x in answers.values())} |"
+    return (
+        f"| {family} | `{type(model).__name__}` | "
+        f"{' | '.join('yes' if x else 'no' for x in answers.values())} |"
+    )
 
 
 def can_be_estimated(config: PreTrainedConfig) -> bool:
@@ -244,8 +265,17 @@ def page() -> str:
     with TemporaryDirectory() as folder:
         rows = [row(family, folder) for family in FAMILIES]
     with_images = [build(family) for family in WITH_IMAGES]
-    others = [type(model).__name__ for model in with_images if name_of_loader(model) != "AutoModelForCausalLM"]
-    return HEAD + "\n".join(rows) + "\n" + TAIL.format(others=", ".join(f"`{name}`" for name in others))
+    others = [
+        type(model).__name__
+        for model in with_images
+        if name_of_loader(model) != "AutoModelForCausalLM"
+    ]
+    return (
+        HEAD
+        + "\n".join(rows)
+        + "\n"
+        + TAIL.format(others=", ".join(f"`{name}`" for name in others))
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ fresh = count()
 @contextmanager
 def serving(port=0):
     script = Path(__file__).parent / "misbehaving_server.py"
-    process = subprocess.Popen([sys.executable, "-S", str(script), str(port)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-S", str(script), str(port)], stdout=subprocess.PIPE, text=True
+    )
     try:
         yield process, int(process.stdout.readline())
     finally:
@@ -49,7 +51,8 @@ def judge(port, mode, part=None, **kwargs):
 
 @cache
 def classifier():
-    """Path of a model, of which only the config and the tokenizer are read; a token per character, as its code."""
+    """Path of a model, of which only the config and the tokenizer are read; a token per
+    character, as its code."""
     path = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, path)
     vocabulary = {chr(code): code for code in range(128)} | {"<eos>": 128, "<bos>": 129}
@@ -64,4 +67,6 @@ def classifier():
 
 def remote(port, mode, part=None, **kwargs):
     settings = {"name": "house", "timeout": 1.0, "max_retries": 1} | kwargs
-    return RemoteReward(f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}", classifier(), **settings)
+    return RemoteReward(
+        f"http://127.0.0.1:{port}/{mode}/{part or next(fresh)}", classifier(), **settings
+    )

@@ -1,8 +1,9 @@
-"""A server of rewards and chat completions that does what the first part of the path says; prints its port.
+"""A server of rewards and chat completions that does what the first part of the path says; prints
+its port.
 
-`/MODE/ANYTHING/chat/completions` is a judge, `/MODE/ANYTHING/classify` a classifier of vLLM. The right score is the
-length of the completion; a judge finds it after "COMPLETION ", a classifier between "p" and "<eos>".
-`/classifier-of-two/...` has a second output, minus the first.
+`/MODE/ANYTHING/chat/completions` is a judge, `/MODE/ANYTHING/classify` a classifier of vLLM. The
+right score is the length of the completion; a judge finds it after "COMPLETION ", a classifier
+between "p" and "<eos>". `/classifier-of-two/...` has a second output, minus the first.
 """
 
 import json
@@ -18,7 +19,8 @@ counting = threading.Lock()
 
 class Misbehaving(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = -1  # headers and body in one packet: else each answer waits 40 ms for an acknowledgement
+    # headers and body in one packet: else each answer waits 40 ms for an acknowledgement
+    wbufsize = -1
 
     def log_message(self, *args):
         pass
@@ -49,18 +51,26 @@ class Misbehaving(BaseHTTPRequestHandler):
         body = self.request_body
         if self.path.endswith("/classify"):
             assert body.keys() == {"input", "use_activation"} and body["use_activation"] is False
-            return "".join(map(chr, body["input"][:-1])).removeprefix("p")  # a token per character, and EOS
+            # a token per character, and EOS
+            return "".join(map(chr, body["input"][:-1])).removeprefix("p")
         return body["messages"][-1]["content"].rpartition("COMPLETION ")[2]
 
     def answer(self, text=None, score=None, **choice):
         """A right answer, unless text or a score is given."""
         right = len(self.completion())
         if self.path.endswith("/classify"):
-            outputs = [right, -right] if self.path.startswith("/classifier-of-two") else [score or right]
+            if self.path.startswith("/classifier-of-two"):
+                outputs = [right, -right]
+            else:
+                outputs = [score or right]
             data = [{"index": 0, "label": "GOOD", "probs": outputs, "num_classes": len(outputs)}]
-            return json.dumps({"id": "classify-1", "object": "list", "model": "m", "data": data}).encode()
+            return json.dumps(
+                {"id": "classify-1", "object": "list", "model": "m", "data": data}
+            ).encode()
         text = f"There are 3 points to make. Score: {right}/1000" if text is None else text
-        return json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"} | choice]}).encode()
+        return json.dumps(
+            {"choices": [{"message": {"content": text}, "finish_reason": "stop"} | choice]}
+        ).encode()
 
     # ---- modes ----
 
@@ -140,7 +150,14 @@ class Misbehaving(BaseHTTPRequestHandler):
 
     def echo_body(self):
         key = self.headers["Authorization"].split()[-1]
-        shapes = [key[:9], " ".join(key), key.upper(), key[3:].replace("-", "%2D%2d"), "\u200b".join(key), key[-8:]]
+        shapes = [
+            key[:9],
+            " ".join(key),
+            key.upper(),
+            key[3:].replace("-", "%2D%2d"),
+            "\u200b".join(key),
+            key[-8:],
+        ]
         self.reply(("; ".join(shapes) + " " + key[:-1]).encode(), 401)
 
     def echo_score(self):

@@ -1,14 +1,18 @@
-"""PPO for language models in its plainest form: the algorithm of this package, and the yardstick of its tests.
+"""PPO for language models in its plainest form: the algorithm of this package, and the yardstick of
+its tests.
 
-Everything is float64, one completion at a time: no padding, no batches, nothing of the package. [`Settings`] has the
-fields of `PPOConfig` and their defaults. An iteration takes completions that the policy sampled, with their scores:
+Everything is float64, one completion at a time: no padding, no batches, nothing of the package.
+[`Settings`] has the fields of `PPOConfig` and their defaults. An iteration takes completions that
+the policy sampled, with their scores:
 
 1. Forward: log-probs under policy and reference, the KL of each token, the critic's predictions.
 2. Rewards per token: those of the completion, minus the KL penalty.
-3. Advantages: GAE with a critic, in units of the returns; without one, the completions of a prompt are compared.
+3. Advantages: GAE with a critic, in units of the returns; without one, the completions of a prompt
+are compared.
 4. Loss: clipped policy loss, value loss, KL, entropy.
 5. Stop once the policy has moved too far from the one that sampled. Otherwise
-6. take an Adam step, and go on with 4., for the minibatches of `num_ppo_epochs`. Then measure how far it has moved.
+6. take an Adam step, and go on with 4., for the minibatches of `num_ppo_epochs`. Then measure how
+far it has moved.
 7. Steer the coefficients of KL and entropy for the next iteration.
 
 [`iterate`] has these steps in this order; the functions above it fill them in.
@@ -30,7 +34,8 @@ class Settings:
 
     temperature: float = 1.0
     missing_eos_penalty: float | None = None  # subtracted from the score of a truncated completion
-    mask_truncated_completions: bool = False  # the others are compared with them, but only a critic learns from them
+    # the others are compared with them, but only a critic learns from them
+    mask_truncated_completions: bool = False
     whiten_rewards: bool = False
     kl_estimator: str = "k1"
     kl_placement: str = "reward"  # or "loss", or "both"
@@ -38,7 +43,8 @@ class Settings:
     kl_target: float | None = None  # steers `kl_coef`
     kl_horizon: int = 10_000
     critic: str = "side"  # or "head", "adapter", "none"
-    normalize_values: bool | None = None  # by default with a critic: it predicts in units of the returns
+    # by default with a critic: it predicts in units of the returns
+    normalize_values: bool | None = None
     # without a critic: "grpo" by default, "dr_grpo", "rloo", "reinforce", "rebn"
     advantage_estimator: str | None = None
     num_generations: int = 1  # completions per prompt
@@ -46,7 +52,8 @@ class Settings:
     lam: float | None = None  # see `default_lambda`
     lam_critic: float = 1.0  # λ of the critic's targets
     lam_length_alpha: float | None = None  # the policy's λ grows with the length
-    whiten_advantages: bool | None = None  # by default for "rebn", and with a critic that has no units
+    # by default for "rebn", and with a critic that has no units
+    whiten_advantages: bool | None = None
     # by default a probability changes by a factor of 2 at most: 0.5, 1.0, and a dual clip of 2
     cliprange: float | None = None
     cliprange_high: float | None = None  # `cliprange` by default, if that is set
@@ -60,7 +67,8 @@ class Settings:
     num_ppo_epochs: int = 1
     target_kl: float | None = 0.3
     learning_rate: float = 5e-5  # falls linearly to 0 over `max_steps`
-    critic_learning_rate: float | None = None  # by default 1e-3 for the side network, else `learning_rate`
+    # by default 1e-3 for the side network, else `learning_rate`
+    critic_learning_rate: float | None = None
     max_steps: int = -1
     adam_epsilon: float = 1e-8
     weight_decay: float = 0.0
@@ -69,8 +77,15 @@ class Settings:
     def __post_init__(self):
         with_critic = self.critic != "none"
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
-        papers = {"grpo": "sequence_mean", "dr_grpo": "constant", "rloo": "sequence_sum", "reinforce": "sequence_sum"}
-        self.loss_aggregation = self.loss_aggregation or papers.get(self.advantage_estimator, "token")
+        papers = {
+            "grpo": "sequence_mean",
+            "dr_grpo": "constant",
+            "rloo": "sequence_sum",
+            "reinforce": "sequence_sum",
+        }
+        self.loss_aggregation = self.loss_aggregation or papers.get(
+            self.advantage_estimator, "token"
+        )
         if self.normalize_values is None:
             self.normalize_values = with_critic
         if self.whiten_advantages is None:
@@ -82,19 +97,28 @@ class Settings:
             self.dual_clip = 2.0 if self.dual_clip is None else self.dual_clip
         self.cliprange_high = self.cliprange if self.cliprange_high is None else self.cliprange_high
         if self.critic_learning_rate is None:
-            self.critic_learning_rate = 1e-3 if self.critic == "side" else self.learning_rate
+            if self.critic == "side":
+                self.critic_learning_rate = 1e-3
+            else:
+                self.critic_learning_rate = self.learning_rate
 
 
 class Recent:
-    """Numbers of every rollout so far; together, earlier ones weigh at most as much as 8 average completions."""
+    """Numbers of every rollout so far; together, earlier ones weigh at most as much as 8 average
+    completions."""
 
     def __init__(self):
         self.weighted: list[tuple[float, float]] = []  # weight of each number
 
     def add(self, rollout: list[float], completions: int) -> None:
         before = sum(weight for weight, _ in self.weighted)
-        kept = min(1.0, 8 * len(rollout) / completions / before) if before else 1.0
-        self.weighted = [(kept * weight, x) for weight, x in self.weighted] + [(1.0, x) for x in rollout]
+        if before:
+            kept = min(1.0, 8 * len(rollout) / completions / before)
+        else:
+            kept = 1.0
+        self.weighted = [(kept * weight, x) for weight, x in self.weighted] + [
+            (1.0, x) for x in rollout
+        ]
 
     def moments(self) -> tuple[float, float, float]:
         """Total weight, mean and sum of squared deviations."""
@@ -106,12 +130,14 @@ class Recent:
 class Units:
     """Mean and deviation of recent Monte Carlo returns: a value is mean + deviation · prediction.
 
-    The critic does not know them. A new one predicts 0, and so the mean return of its first rollout.
+    The critic does not know them. A new one predicts 0, and so the mean return of its first
+    rollout.
     """
 
     def __init__(self):
         self.returns = Recent()
-        self.mean, self.deviation = 0.0, 1.0
+        self.mean = 0.0
+        self.deviation = 1.0
 
     def begin_rollout(self, outcomes: list[float], completions: int) -> None:
         """Before values are read; `outcomes` are the rewards after each token."""
@@ -129,7 +155,10 @@ class Units:
         self.returns.add(returns, completions)
         count, self.mean, squares = self.returns.moments()
         # equal returns have no unit, and one below the rounding of returns would be noise
-        self.deviation = max(math.sqrt(squares / count), 1e-4 * abs(self.mean)) if squares else 1.0
+        if squares:
+            self.deviation = max(math.sqrt(squares / count), 1e-4 * abs(self.mean))
+        else:
+            self.deviation = 1.0
 
     def value(self, prediction: float) -> float:
         return self.mean + self.deviation * prediction
@@ -141,12 +170,14 @@ class Units:
 class SideNetwork(nn.Module):
     """Gated network on [`side_inputs`], one number per token; nothing flows back into the policy.
 
-    The inputs are scaled, as if there were 256 at any size of the policy: so a step of Adam moves it as far.
+    The inputs are scaled, as if there were 256 at any size of the policy: so a step of Adam moves
+    it as far.
     """
 
     def __init__(self, first: nn.Linear, output: nn.Linear):
         super().__init__()
-        self.first, self.output = first, output
+        self.first = first
+        self.output = output
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.first(256 / x.shape[-1] * x).chunk(2, -1)
@@ -155,16 +186,19 @@ class SideNetwork(nn.Module):
 
 @dataclass
 class Models:
-    """A policy, the reference it is kept close to, and the critic; with what they leave to the next iteration."""
+    """A policy, the reference it is kept close to, and the critic; with what they leave to the
+    next iteration."""
 
     policy: nn.Module  # a causal language model
     reference: nn.Module
     value_head: nn.Module | None  # a linear layer on last hidden states, or a `SideNetwork`
-    critic_body: nn.Module | None = None  # a causal language model whose states the value head reads; or the policy's
+    # a causal language model whose states the value head reads; or the policy's
+    critic_body: nn.Module | None = None
     moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of Adam
     steps: int = 0  # optimizer steps taken
     units: Units = field(default_factory=Units)  # of the value head
-    token_scores: Recent = field(default_factory=Recent)  # in whose units the side network reads rewards
+    # in whose units the side network reads rewards
+    token_scores: Recent = field(default_factory=Recent)
     first_fit: Tensor | None = None  # weights of what `seen_first` has
     told_earlier: float = 0.0  # squares of scores around what is usual, before last tokens
     told_last: float = 0.0
@@ -172,16 +206,24 @@ class Models:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, which begins with "policy" for those of the policy."""
-        modules = {"policy": self.policy, "value_head": self.value_head, "critic_body": self.critic_body}
+        modules = {
+            "policy": self.policy,
+            "value_head": self.value_head,
+            "critic_body": self.critic_body,
+        }
         named = {
-            f"{role}.{name}": x for role, module in modules.items() if module for name, x in module.named_parameters()
+            f"{role}.{name}": x
+            for role, module in modules.items()
+            if module
+            for name, x in module.named_parameters()
         }
         return {name: x for name, x in named.items() if x.requires_grad}
 
 
 @dataclass
 class Sample:
-    """A sampled completion; the second half is filled in by [`collect`], and constant over the epochs."""
+    """A sampled completion; the second half is filled in by [`collect`], and constant over the
+    epochs."""
 
     prompt: list[int]
     ids: list[int]  # sampled tokens, EOS included
@@ -191,14 +233,18 @@ class Sample:
         default_factory=list
     )  # rewards of the tokens, besides the score; none by default
 
-    earned: list[float] = field(default_factory=list)  # mean reward per token so far, as the side network reads it
+    # mean reward per token so far, as the side network reads it
+    earned: list[float] = field(default_factory=list)
     reference: Tensor | None = None  # [response, vocabulary], log-probs under the reference
     old: "Outputs | None" = None  # under the policy that sampled
-    learn: bool = True  # False: excluded from the policy's loss and from whitening; a critic learns if it has a score
+    # False: excluded from the policy's loss and from whitening; a critic learns if it has a score
+    learn: bool = True
     rewards: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)  # of the critic when the completion was sampled
+    # of the critic when the completion was sampled
+    values: list[float] = field(default_factory=list)
     baseline: list[float] = field(default_factory=list)  # what is subtracted from returns
-    explains: list[float] = field(default_factory=list)  # what it says of outcomes around their mean
+    # what it says of outcomes around their mean
+    explains: list[float] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)  # targets of the critic
     outcomes: list[float] = field(default_factory=list)  # Monte Carlo returns
@@ -228,11 +274,15 @@ class Outputs(NamedTuple):
 
 
 def earned_rewards(sample: Sample, recent: Recent) -> list[float]:
-    """Mean reward of the tokens before each one, in units of earlier rollouts; 0 while there are none."""
+    """Mean reward of the tokens before each one, in units of earlier rollouts; 0 while there are
+    none."""
     if not recent.weighted:
         return [0.0] * len(sample.ids)
     count, mean, squares = recent.moments()
-    deviation = max(math.sqrt(squares / count), 1e-4 * abs(mean)) if squares else 1.0
+    if squares:
+        deviation = max(math.sqrt(squares / count), 1e-4 * abs(mean))
+    else:
+        deviation = 1.0
     standardized = [(x - mean) / deviation for x in sample.scores_at_tokens()]
     means = [0.0, *(statistics.mean(standardized[:t]) for t in range(1, len(standardized)))]
     return [max(-5.0, min(5.0, x)) for x in means]
@@ -240,19 +290,25 @@ def earned_rewards(sample: Sample, recent: Recent) -> list[float]:
 
 def waves(length: int, s: Settings) -> Tensor:
     """The positions up to a length: cos(π·k·t / `max_completion_length`) for k from 0 to 15."""
-    parts = [[math.cos(math.pi * k * t / s.max_completion_length) for k in range(16)] for t in range(length)]
+    parts = [
+        [math.cos(math.pi * k * t / s.max_completion_length) for k in range(16)]
+        for t in range(length)
+    ]
     return torch.tensor(parts, dtype=torch.float64)
 
 
 def side_inputs(states: list[Tensor], earned: list[float], s: Settings) -> Tensor:
-    """States after each quarter of the layers, the position in the completion, and the rewards so far.
+    """States after each quarter of the layers, the position in the completion, and the rewards so
+    far.
 
     All have about the same length.
     """
-    size, epsilon = states[-1].shape[-1], 2.0**-23
+    size = states[-1].shape[-1]
+    epsilon = 2.0**-23
     layers = sorted({round((len(states) - 1) * quarter / 4) for quarter in (1, 2, 3, 4)})
     parts = [
-        x / ((x**2).mean(-1, keepdim=True) + epsilon).sqrt() for x in (states[layer].detach() for layer in layers)
+        x / ((x**2).mean(-1, keepdim=True) + epsilon).sqrt()
+        for x in (states[layer].detach() for layer in layers)
     ]
     positions = torch.nn.functional.pad(waves(len(earned), s), (0, size - 16))
     rewards = torch.tensor(earned, dtype=torch.float64)[:, None]
@@ -260,15 +316,20 @@ def side_inputs(states: list[Tensor], earned: list[float], s: Settings) -> Tenso
 
 
 def seen_first(inputs: Tensor, s: Settings) -> Tensor:
-    """What the first fit reads: 256 fixed random directions of the side network's inputs, and the position."""
-    directions = torch.randn(256, inputs.shape[1], generator=torch.Generator().manual_seed(0)).double()
+    """What the first fit reads: 256 fixed random directions of the side network's inputs, and
+    the position."""
+    directions = torch.randn(
+        256, inputs.shape[1], generator=torch.Generator().manual_seed(0)
+    ).double()
     return torch.cat([inputs @ directions.T, waves(len(inputs), s)], 1)
 
 
 def forward(models: Models, sample: Sample, s: Settings) -> Outputs:
     """Log-probs, entropies, KL and predicted values of a completion."""
-    ids, tokens = torch.tensor([sample.prompt + sample.ids]), torch.tensor(sample.ids)[:, None]
-    # logits and values at a position belong to the next token: the first sampled one has them at the prompt's end
+    ids = torch.tensor([sample.prompt + sample.ids])
+    tokens = torch.tensor(sample.ids)[:, None]
+    # logits and values at a position belong to the next token: the first sampled one has them at
+    # the prompt's end
     response = slice(len(sample.prompt) - 1, -1)
     if sample.reference is None:
         with torch.no_grad():
@@ -281,14 +342,25 @@ def forward(models: Models, sample: Sample, s: Settings) -> Outputs:
     kl = {"k1": k1, "k2": k1**2 / 2, "k3": (-k1).exp() - 1 + k1, "exact": exact}[s.kl_estimator]
     predictions = seen = None
     if models.value_head is not None:
-        body = outputs if models.critic_body is None else models.critic_body(input_ids=ids, output_hidden_states=True)
+        body = (
+            outputs
+            if models.critic_body is None
+            else models.critic_body(input_ids=ids, output_hidden_states=True)
+        )
         states = [x[0, response] for x in body.hidden_states]
-        inputs = side_inputs(states, sample.earned, s) if s.critic == "side" else states[-1]
+        if s.critic == "side":
+            inputs = side_inputs(states, sample.earned, s)
+        else:
+            inputs = states[-1]
         predictions = models.value_head(inputs)[:, 0]
         if s.critic == "side":
             seen = seen_first(inputs, s)
-            predictions = predictions if models.first_fit is None else predictions + seen @ models.first_fit
-    return Outputs(policy.gather(1, tokens)[:, 0], -(policy.exp() * policy).sum(-1), kl, k1, predictions, seen)
+            predictions = (
+                predictions if models.first_fit is None else predictions + seen @ models.first_fit
+            )
+    return Outputs(
+        policy.gather(1, tokens)[:, 0], -(policy.exp() * policy).sum(-1), kl, k1, predictions, seen
+    )
 
 
 # 2. ---- rewards
@@ -296,8 +368,13 @@ def forward(models: Models, sample: Sample, s: Settings) -> Outputs:
 
 def rewards_of(sample: Sample, s: Settings) -> list[float]:
     """Rewards of the tokens, less the KL penalty; the score is at the last one."""
-    coefficient = 0.0 if s.kl_placement == "loss" else s.kl_coef
-    rewards = [x - coefficient * kl for x, kl in zip(sample.scores_at_tokens(), sample.old.kl.tolist())]
+    if s.kl_placement == "loss":
+        coefficient = 0.0
+    else:
+        coefficient = s.kl_coef
+    rewards = [
+        x - coefficient * kl for x, kl in zip(sample.scores_at_tokens(), sample.old.kl.tolist())
+    ]
     rewards[-1] -= (s.missing_eos_penalty or 0.0) * sample.truncated
     return rewards
 
@@ -321,7 +398,10 @@ def group_advantages(scores: list[float], estimator: str) -> list[float]:
     mean = statistics.mean(scores)
     if estimator == "rloo":  # the mean of the others
         return [x - statistics.mean(scores[:i] + scores[i + 1 :]) for i, x in enumerate(scores)]
-    deviation = statistics.stdev(scores) + 1e-4 if estimator == "grpo" else 1.0
+    if estimator == "grpo":
+        deviation = statistics.stdev(scores) + 1e-4
+    else:
+        deviation = 1.0
     return [(x - mean) / deviation for x in scores]
 
 
@@ -333,19 +413,25 @@ def deviation(rows: list[list[float]]) -> float:
 def whiten(rows: list[list[float]], keep_mean: bool = False) -> list[list[float]]:
     """Unit variance over the tokens of all rows, and mean 0 unless it is kept."""
     tokens = [x for row in rows for x in row]
-    mean, deviation = statistics.mean(tokens), statistics.stdev(tokens)
+    mean = statistics.mean(tokens)
+    deviation = statistics.stdev(tokens)
     return [[(x - mean) / deviation + keep_mean * mean for x in row] for row in rows]
 
 
 def fit_new(models: Models, samples: list[Sample], s: Settings) -> None:
-    """Let a new side network begin with a ridge regression of the returns on what `seen_first` has of its inputs.
+    """Let a new side network begin with a ridge regression of the returns on what `seen_first` has
+    of its inputs.
 
-    Besides the samples there is one completion of full length with targets of 0, of which only the position is read.
-    A weight costs its square times the sum of its squared inputs over 128 average samples, or 16 for the position.
+    Besides the samples there is one completion of full length with targets of 0, of which only the
+    position is read. A weight costs its square times the sum of its squared inputs over 128 average
+    samples, or 16 for the position.
     """
     inputs = torch.cat([sample.old.seen for sample in samples])
-    targets = torch.tensor([models.units.in_units(x) for sample in samples for x in sample.outcomes]).double()
-    width, length = inputs.shape[1] - 16, s.max_completion_length
+    targets = torch.tensor(
+        [models.units.in_units(x) for sample in samples for x in sample.outcomes]
+    ).double()
+    width = inputs.shape[1] - 16
+    length = s.max_completion_length
     costs = torch.tensor([128.0] * width + [16.0] * 16, dtype=torch.float64)
     penalty = torch.diag((costs / len(samples) * (inputs**2).sum(0)).sqrt())
     everywhere = torch.cat([torch.zeros(length, width, dtype=torch.float64), waves(length, s)], 1)
@@ -353,11 +439,14 @@ def fit_new(models: Models, samples: list[Sample], s: Settings) -> None:
     zeros = torch.zeros(len(rows) - len(targets), dtype=torch.float64)
     models.first_fit = torch.linalg.lstsq(rows, torch.cat([targets, zeros])[:, None]).solution[:, 0]
     for sample in samples:
-        sample.old = sample.old._replace(predictions=sample.old.predictions + sample.old.seen @ models.first_fit)
+        sample.old = sample.old._replace(
+            predictions=sample.old.predictions + sample.old.seen @ models.first_fit
+        )
 
 
 def usual_scores(samples: list[Sample]) -> list[float]:
-    """Mean score at each position: of the completions that go on after it, or else of those that end there."""
+    """Mean score at each position: of the completions that go on after it, or else of those that
+    end there."""
     means = []
     for t in range(max(len(sample.ids) for sample in samples)):
         going_on = [sample.scores_at_tokens()[t] for sample in samples if len(sample.ids) > t + 1]
@@ -367,18 +456,24 @@ def usual_scores(samples: list[Sample]) -> list[float]:
 
 
 def default_lambda(models: Models, samples: list[Sample]) -> float:
-    """0.8 if, over the run, scores vary more before last tokens than at them; else 1. Each token may have a score."""
+    """0.8 if, over the run, scores vary more before last tokens than at them; else 1.
+
+    Each token may have a score.
+    """
     means = usual_scores(samples)
     for sample in samples:
         *before, last = [(x - mean) ** 2 for x, mean in zip(sample.scores_at_tokens(), means)]
         models.told_earlier += sum(before)
         models.told_last += last
-    return 0.8 if models.told_earlier > models.told_last else 1.0
+    if models.told_earlier > models.told_last:
+        return 0.8
+    return 1.0
 
 
 def covariance(xs: list[float], ys: list[float]) -> float:
     """Mean product of deviations."""
-    x_mean, y_mean = statistics.mean(xs), statistics.mean(ys)
+    x_mean = statistics.mean(xs)
+    y_mean = statistics.mean(ys)
     return statistics.mean((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys))
 
 
@@ -389,7 +484,10 @@ def fit(samples: list[Sample]) -> tuple[float, float, float]:
     if not returns:
         return 0.0, 0.0, 0.0
     varies = covariance(values, values)
-    weight = min(max(covariance(returns, values) / varies, 0.0), 1.0) if varies else 0.0
+    if varies:
+        weight = min(max(covariance(returns, values) / varies, 0.0), 1.0)
+    else:
+        weight = 0.0
     return weight, statistics.mean(returns), statistics.mean(values)
 
 
@@ -399,17 +497,23 @@ def squared_error(samples: list[Sample], weight: float, mean: float, center: flo
     return sum((r - mean - weight * (v - center)) ** 2 for r, v in pairs)
 
 
-def baseline(models: Models, sample: Sample, samples: list[Sample], bootstraps: bool) -> tuple[list[float], float]:
+def baseline(
+    models: Models, sample: Sample, samples: list[Sample], bootstraps: bool
+) -> tuple[list[float], float]:
     """R̄ + α·(V − V̄) and α, fitted to the other samples.
 
-    α shrinks by the squared share of what it explains that holds for samples left out in turn, in up to 16 parts.
-    With λ below 1 it does not, and is 1 if there are fewer than 8 others; values stay as they are if it is above 0.5.
+    α shrinks by the squared share of what it explains that holds for samples left out in turn, in
+    up to 16 parts. With λ below 1 it does not, and is 1 if there are fewer than 8 others; values
+    stay as they are if it is above 0.5.
     """
     numbered = [pair for pair in enumerate(samples) if pair[1] is not sample]
     others = [other for _, other in numbered]
     weight, mean, center = fit([*others])
     if bootstraps:
-        weight = weight if len(others) >= 8 else 1.0
+        if len(others) >= 8:
+            weight = weight
+        else:
+            weight = 1.0
     elif weight:
         errors = constant = 0.0
         for part in range(16):
@@ -417,7 +521,9 @@ def baseline(models: Models, sample: Sample, samples: list[Sample], bootstraps: 
             rest = [other for number, other in numbered if number % 16 != part]
             errors += squared_error(left_out, *fit(rest))
             constant += squared_error(left_out, 0.0, *fit(rest)[1:])
-        explained = 1 - squared_error(others, weight, mean, center) / squared_error(others, 0.0, mean, center)
+        explained = 1 - squared_error(others, weight, mean, center) / squared_error(
+            others, 0.0, mean, center
+        )
         weight *= min(max((1 - errors / constant) / explained, 0.0), 1.0) ** 2
     returns = [x for other in others for x in other.outcomes]
     # earlier rollouts are 8 average samples more, if there are so many
@@ -432,7 +538,8 @@ def baseline(models: Models, sample: Sample, samples: list[Sample], bootstraps: 
 
 
 def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> None:
-    """GAE, with a λ for the policy's advantages and one for the critic's targets; both in the critic's units."""
+    """GAE, with a λ for the policy's advantages and one for the critic's targets; both in the
+    critic's units."""
     units = models.units
     for sample in samples:
         sample.outcomes = gae(sample.rewards, [0.0] * len(sample.ids), s.gamma, 1.0)
@@ -455,7 +562,8 @@ def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> 
             sample.baseline, weight = baseline(models, sample, samples, bootstraps)
             sample.explains = [weight * (value - center) for value in sample.values]
     for sample in samples:
-        # a longer completion has a λ closer to 1, so that its first tokens feel the score at its end
+        # a longer completion has a λ closer to 1, so that its first tokens feel the score at its
+        # end
         alpha = s.lam_length_alpha
         lam = of_policy if alpha is None else max(0.0, 1 - 1 / (alpha * len(sample.ids)))
         sample.advantages = gae(sample.rewards, sample.baseline, s.gamma, lam)
@@ -477,12 +585,18 @@ def collect(models: Models, samples: list[Sample], s: Settings) -> None:
         sample.earned = earned_rewards(sample, models.token_scores)
         sample.old = forward(models, sample, s)
         sample.rewards = rewards_of(sample, s)
-        sample.learn = sample.score is not None and not (sample.truncated and s.mask_truncated_completions)
-    learned, scored = ([x for x in samples if x.learn], [x for x in samples if x.score is not None])
+        sample.learn = sample.score is not None and not (
+            sample.truncated and s.mask_truncated_completions
+        )
+    learned = [x for x in samples if x.learn]
+    scored = [x for x in samples if x.score is not None]
     if s.whiten_rewards:
         unit = deviation([sample.rewards for sample in scored])
-        for sample, rewards in zip(scored, whiten([sample.rewards for sample in scored], keep_mean=True)):
-            sample.rewards, sample.unit = rewards, unit
+        for sample, rewards in zip(
+            scored, whiten([sample.rewards for sample in scored], keep_mean=True)
+        ):
+            sample.rewards = rewards
+            sample.unit = unit
     if s.advantage_estimator == "rebn":
         for sample in learned:
             sample.advantages = gae(sample.rewards, [0.0] * len(sample.rewards), s.gamma, 1.0)
@@ -494,12 +608,18 @@ def collect(models: Models, samples: list[Sample], s: Settings) -> None:
                 sample.advantages = [advantage] * len(sample.ids)
     else:
         advantages_of_critic(models, scored, s)
-    models.token_scores.add([x for sample in scored for x in sample.scores_at_tokens()], len(scored))
+    models.token_scores.add(
+        [x for sample in scored for x in sample.scores_at_tokens()], len(scored)
+    )
     if s.whiten_advantages:
         unit = deviation([sample.advantages for sample in learned])
         for sample, advantages in zip(learned, whiten([sample.advantages for sample in learned])):
-            sample.advantages, sample.unit = advantages, sample.unit * unit
-    size = math.sqrt(statistics.mean(x**2 for sample in learned for x in sample.advantages)) if learned else 0.0
+            sample.advantages = advantages
+            sample.unit = sample.unit * unit
+    if learned:
+        size = math.sqrt(statistics.mean(x**2 for sample in learned for x in sample.advantages))
+    else:
+        size = 0.0
     for sample in samples:
         sample.entropy_unit = size or 1.0
 
@@ -510,9 +630,11 @@ def collect(models: Models, samples: list[Sample], s: Settings) -> None:
 def policy_loss(ratio: Tensor, advantage: float, s: Settings, clips: Counter) -> Tensor:
     """−Â·ρ with ρ = π/π_old, held at a bound: beyond it the loss is constant."""
     bounds = {
-        "high": (1 + s.cliprange_high, advantage > 0 and ratio > 1 + s.cliprange_high),  # likely enough
+        # likely enough
+        "high": (1 + s.cliprange_high, advantage > 0 and ratio > 1 + s.cliprange_high),
         "low": (1 - s.cliprange, advantage < 0 and ratio < 1 - s.cliprange),  # rare enough
-        "dual": (s.dual_clip, advantage < 0 and s.dual_clip is not None and ratio > s.dual_clip),  # an outlier
+        # an outlier
+        "dual": (s.dual_clip, advantage < 0 and s.dual_clip is not None and ratio > s.dual_clip),
     }
     for name, (bound, holds) in bounds.items():
         if holds:
@@ -522,8 +644,10 @@ def policy_loss(ratio: Tensor, advantage: float, s: Settings, clips: Counter) ->
 
 
 def value_loss(value: Tensor, old: float, target: float, s: Settings, clips: Counter) -> Tensor:
-    """Half the squared error, in units; that of the clipped step from the old value when it is larger."""
-    error, clip = (value - target) ** 2 / 2, s.cliprange_value
+    """Half the squared error, in units; that of the clipped step from the old value when it is
+    larger."""
+    error = (value - target) ** 2 / 2
+    clip = s.cliprange_value
     if clip is None or abs(value.item() - old) <= clip:
         return error
     clipped = (old + math.copysign(clip, value.item() - old) - target) ** 2 / 2
@@ -532,25 +656,37 @@ def value_loss(value: Tensor, old: float, target: float, s: Settings, clips: Cou
 
 
 def loss_of(models: Models, samples: list[Sample], s: Settings) -> tuple[Tensor, dict[str, float]]:
-    """Loss of an optimizer step, the share of tokens that each clip holds, and the mean losses per token."""
-    clips, completions, of_policy, of_values, in_units = Counter(), [], [], [], models.units.in_units
+    """Loss of an optimizer step, the share of tokens that each clip holds, and the mean losses
+    per token."""
+    clips = Counter()
+    completions = []
+    of_policy = []
+    of_values = []
+    in_units = models.units.in_units
     for sample in samples:
         if sample.score is None:
             continue
         now = forward(models, sample, s)
         if now.predictions is not None:
-            tokens = zip(now.predictions, sample.old.predictions.tolist(), map(in_units, sample.returns))
+            tokens = zip(
+                now.predictions, sample.old.predictions.tolist(), map(in_units, sample.returns)
+            )
             of_values.append(torch.stack([value_loss(*token, s, clips) for token in tokens]))
         if not sample.learn:
             continue
         log_ratio = now.logprobs - sample.old.logprobs
         if s.importance_sampling_level == "sequence":
             log_ratio = log_ratio.mean().expand_as(log_ratio)
-        losses = [policy_loss(ratio, a, s, clips) for ratio, a in zip(log_ratio.exp(), sample.advantages)]
+        losses = [
+            policy_loss(ratio, a, s, clips) for ratio, a in zip(log_ratio.exp(), sample.advantages)
+        ]
         of_policy.extend(loss.item() for loss in losses)
         if s.kl_placement != "reward":
             losses = [x + s.kl_coef / sample.unit * kl for x, kl in zip(losses, now.kl)]
-        losses = [x - s.entropy_coef * sample.entropy_unit * entropy for x, entropy in zip(losses, now.entropies)]
+        losses = [
+            x - s.entropy_coef * sample.entropy_unit * entropy
+            for x, entropy in zip(losses, now.entropies)
+        ]
         completions.append(torch.stack(losses))
     loss = aggregate(completions, s) + (s.vf_coef * aggregate(of_values, s) if of_values else 0)
     metrics = {name: clips[name] / len(of_policy) for name in ("low", "high", "dual")}
@@ -592,13 +728,17 @@ def distance(models: Models, samples: list[Sample], s: Settings) -> float:
 def gradient_of(models: Models, loss: Tensor) -> dict[str, Tensor]:
     """Gradient of each trained parameter."""
     parameters = models.parameters()
-    gradients = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        loss, [*parameters.values()], allow_unused=True, materialize_grads=True
+    )
     return dict(zip(parameters, gradients))
 
 
 def role_of(name: str) -> str:
     """Policy or critic, by the name of a parameter."""
-    return "policy" if name.startswith("policy.") else "critic"
+    if name.startswith("policy."):
+        return "policy"
+    return "critic"
 
 
 def gradient_norms(gradient: dict[str, Tensor]) -> dict[str, float]:
@@ -611,27 +751,38 @@ def gradient_norms(gradient: dict[str, Tensor]) -> dict[str, float]:
 
 @torch.no_grad()
 def adam_step(models: Models, gradient: dict[str, Tensor], s: Settings) -> None:
-    """Clip policy and critic, each by its norm; Adam with decoupled weight decay, which biases are spared."""
+    """Clip policy and critic, each by its norm; Adam with decoupled weight decay, which biases
+    are spared."""
     norms = gradient_norms(gradient)
     clipped = {role: s.max_grad_norm and norm > s.max_grad_norm for role, norm in norms.items()}
-    scales = {role: s.max_grad_norm / norm if clipped[role] else 1.0 for role, norm in norms.items()}
+    scales = {
+        role: s.max_grad_norm / norm if clipped[role] else 1.0 for role, norm in norms.items()
+    }
     left = 1 - models.steps / s.max_steps
     rates = {"policy": left * s.learning_rate, "critic": left * s.critic_learning_rate}
     models.steps += 1
     for name, parameter in models.parameters().items():
         role = role_of(name)
-        g, rate = gradient[name] * scales[role], rates[role]
+        g = gradient[name] * scales[role]
+        rate = rates[role]
         mean, square = models.moments.get(name, (torch.zeros_like(g), torch.zeros_like(g)))
         models.moments[name] = mean, square = 0.9 * mean + 0.1 * g, 0.999 * square + 0.001 * g**2
-        mean, square = mean / (1 - 0.9**models.steps), square / (1 - 0.999**models.steps)  # unbiased
-        decay = 0.0 if name.endswith("bias") else s.weight_decay
+        # unbiased
+        mean = mean / (1 - 0.9**models.steps)
+        square = square / (1 - 0.999**models.steps)
+        if name.endswith("bias"):
+            decay = 0.0
+        else:
+            decay = s.weight_decay
         parameter -= rate * (mean / (square.sqrt() + s.adam_epsilon) + decay * parameter)
 
 
 # 7. ---- steered coefficients
 
 
-def steer_kl_coef(coefficient: float, kl_per_completion: float, completions: int, s: Settings) -> float:
+def steer_kl_coef(
+    coefficient: float, kl_per_completion: float, completions: int, s: Settings
+) -> float:
     """Ziegler's rule: move in proportion to the error, of which at most 20 % count."""
     error = max(-0.2, min(0.2, kl_per_completion / s.kl_target - 1))
     return coefficient * (1 + error * min(completions / s.kl_horizon, 1))
@@ -644,19 +795,24 @@ def iterate(
     minibatches: list[list[Sample]] | None = None,
     measured: list[Sample] | None = None,
 ) -> tuple[Settings, list[dict[str, float]]]:
-    """One iteration on completions of the policy; returns the settings of the next one, and metrics of each step.
+    """One iteration on completions of the policy; returns the settings of the next one, and metrics
+    of each step.
 
-    A minibatch is what an optimizer step learns from: all samples by default, `num_ppo_epochs` times. After the last
-    step the distance of the policy is `measured` on some samples, by default on all.
+    A minibatch is what an optimizer step learns from: all samples by default, `num_ppo_epochs`
+    times. After the last step the distance of the policy is `measured` on some samples, by default
+    on all.
     """
     collect(models, samples, s)
-    following, metrics = s, list[dict[str, float]]()
+    following = s
+    metrics = list[dict[str, float]]()
     for minibatch in minibatches or [samples] * s.num_ppo_epochs:
         if s.target_kl is not None and distance(models, minibatch, s) > s.target_kl:
             break
         loss, of_step = loss_of(models, minibatch, s)
         gradient = gradient_of(models, loss)
-        metrics.append(of_step | {f"norm of {role}": norm for role, norm in gradient_norms(gradient).items()})
+        metrics.append(
+            of_step | {f"norm of {role}": norm for role, norm in gradient_norms(gradient).items()}
+        )
         adam_step(models, gradient, s)
     metrics[-1]["distance"] = distance(models, samples if measured is None else measured, s)
     if s.kl_target is not None:  # the KL of these samples steers the next rewards

@@ -36,17 +36,23 @@ def start(action, processes):
     """Start the processes of a run; return their IDs."""
     if processes == 1:
         return [in_a_fork(action, {})]
-    with socket.socket() as held:  # the forks hold it too, so that nobody else is given the port before they listen
+    # the forks hold it too, so that nobody else is given the port before they listen
+    with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
         shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        return [in_a_fork(action, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(processes)]
+        return [
+            in_a_fork(action, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(processes)
+        ]
 
 
 def finished(children, bound):
-    """Exit codes of processes, negative for the signal that killed them; `None` for one that hangs."""
-    codes, end = {}, time.monotonic() + bound
+    """Exit codes of processes, negative for the signal that killed them; `None` for one that
+    hangs."""
+    codes = {}
+    end = time.monotonic() + bound
     while len(codes) < len(children) and time.monotonic() < end:
         for child in set(children) - codes.keys():
             found, status = os.waitpid(child, os.WNOHANG)

@@ -12,7 +12,9 @@ PROMPTS = [[4, 5, 6], [7], [8, 9, 10, 11]]
 COMPLETIONS = [[12, 13, 1], [14, 15, 16, 17, 1], [1]]
 
 
-def trainer(output_dir, model=None, reward_funcs=length_reward, dataset=None, callbacks=None, **kwargs):
+def trainer(
+    output_dir, model=None, reward_funcs=length_reward, dataset=None, callbacks=None, **kwargs
+):
     names = kwargs.keys() - PPOConfig.__dataclass_fields__.keys() - KEYS.keys()
     extra = {name: kwargs.pop(name) for name in names}
     return PPOTrainer(
@@ -27,7 +29,8 @@ def trainer(output_dir, model=None, reward_funcs=length_reward, dataset=None, ca
 
 def rollouts_of(built, seen=None):
     """Record every rollout that a trainer collects."""
-    seen, start = [] if seen is None else seen, built.updates.start
+    seen = [] if seen is None else seen
+    start = built.updates.start
 
     def recording(rollout, step, *loaded):
         if not loaded:  # from a checkpoint
@@ -42,16 +45,20 @@ def write_completions(built, completions_of):
     """Let a function of the prompts' token ids write completions in place of the policy."""
 
     def sample(input_ids, attention_mask, *args, **kwargs):
-        written = completions_of([ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask)])
+        written = completions_of(
+            [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask)]
+        )
         width = max(map(len, written))
-        padded = input_ids.new_tensor([ids + [1] * (width - len(ids)) for ids in written])  # cut after the first EOS
+        # cut after the first EOS
+        padded = input_ids.new_tensor([ids + [1] * (width - len(ids)) for ids in written])
         return torch.cat([input_ids, padded], 1)
 
     built.actor_critic.sample = sample
 
 
 def micro_batches_of(built):
-    seen, compute_loss = [], built.compute_loss
+    seen = []
+    compute_loss = built.compute_loss
 
     def recording(model, inputs, **kwargs):
         seen.append(inputs)
@@ -62,7 +69,9 @@ def micro_batches_of(built):
 
 
 def weights(built):
-    return {n: p.detach().clone() for n, p in built.actor_critic.named_parameters() if p.requires_grad}
+    return {
+        n: p.detach().clone() for n, p in built.actor_critic.named_parameters() if p.requires_grad
+    }
 
 
 def sequences(prompts=PROMPTS, completions=COMPLETIONS):
@@ -70,7 +79,9 @@ def sequences(prompts=PROMPTS, completions=COMPLETIONS):
 
 
 def plain_logprobs(model, prompt, completion, temperature=1.0):
-    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+    logits = (
+        model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+    )
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
@@ -90,15 +101,26 @@ def rollout(rows=4, lengths=None, critic=True, seed=0, **coefficients):
     mask = batch.completion_mask
     mask[0, 0] = mask[0].sum() == 1  # a token that does not count
     shape = len(lengths), max(lengths)
-    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) * batch.completion_mask for _ in range(5)]
+    tensors = [
+        torch.randn(shape, generator=generator, dtype=torch.float64) * batch.completion_mask
+        for _ in range(5)
+    ]
     old_logprobs, ref_logprobs, advantages, old_values, returns = tensors
-    values = {"old_values": old_values, "returns": returns} if critic else {}
+    if critic:
+        values = {"old_values": old_values, "returns": returns}
+    else:
+        values = {}
     return Rollout(batch, mask, old_logprobs, advantages, ref_logprobs, **values, **coefficients)
 
 
 def token_scores(batch, seed=1):
     """Scores of a policy that has moved away from the one that sampled; gradients flow to all."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(batch.advantages.shape, generator=generator, dtype=torch.float64) for _ in range(4)]
-    logprobs, entropies, kls, values = (x.requires_grad_() for x in (batch.old_logprobs + 0.5 * drawn[0], *drawn[1:]))
+    drawn = [
+        torch.randn(batch.advantages.shape, generator=generator, dtype=torch.float64)
+        for _ in range(4)
+    ]
+    logprobs, entropies, kls, values = (
+        x.requires_grad_() for x in (batch.old_logprobs + 0.5 * drawn[0], *drawn[1:])
+    )
     return TokenScores(logprobs, entropies, kls, values)

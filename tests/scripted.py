@@ -27,7 +27,9 @@ class Script(Generator):
     stop_token_ids = frozenset({2})
 
     def __init__(self, tokenizer, turns, end="<|im_end|>"):
-        self.tokenizer, self.turns, self.end = tokenizer, turns, end
+        self.tokenizer = tokenizer
+        self.turns = turns
+        self.end = end
         self.calls = []  # rows and budgets of each call
 
     def generate(self, prompts, rooms=None):
@@ -46,15 +48,20 @@ class Script(Generator):
 
 
 class Echo:
-    """Plain environment that repeats the last word, and rewards even ones; three turns make an episode."""
+    """Plain environment that repeats the last word, and rewards even ones; three turns make an
+    episode."""
 
     def reset(self, row, seed):
-        self.turns, self.seed = 0, seed
+        self.turns = 0
+        self.seed = seed
         return f" {WORDS[seed % 8]}"
 
     def step(self, text):
         self.turns += 1
-        word = text.split()[-1] if text.split() else "w0"
+        if text.split():
+            word = text.split()[-1]
+        else:
+            word = "w0"
         return f" {word} w1", float(int(word.removeprefix("w")) % 2 == 0), self.turns == 3
 
 
@@ -65,12 +72,15 @@ def write_turns(run, turns):
 
 def rows_of(*questions, **columns):
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in questions]
-    return [row | {name: x[number] for name, x in columns.items()} for number, row in enumerate(rows)]
+    return [
+        row | {name: x[number] for name, x in columns.items()} for number, row in enumerate(rows)
+    ]
 
 
 def player_of(turns, rows, tools=None, factory=None, end="<|im_end|>", **settings):
     """A player with a script, and rows with the ids of their prompts."""
-    environments, tokenizer = Environments(tools, factory), byte_tokenizer()
+    environments = Environments(tools, factory)
+    tokenizer = byte_tokenizer()
     args = {
         "max_completion_length": 1000,
         "max_prompt_length": None,
@@ -84,10 +94,13 @@ def player_of(turns, rows, tools=None, factory=None, end="<|im_end|>", **setting
         "process_index": 0,
         "save_strategy": "no",
     }
-    args, timeout = SimpleNamespace(**args | settings), settings.get("environment_timeout")
+    args = SimpleNamespace(**args | settings)
+    timeout = settings.get("environment_timeout")
     args.other_prompts = PPOConfig.other_prompts.fget(args)
     _, kwargs = environments.prepare(rows, tokenizer, None, 1, timeout)
     for row in rows:
-        encoded = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True, **kwargs)
+        encoded = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, return_dict=True, **kwargs
+        )
         row[PROMPT_IDS] = encoded["input_ids"]
     return EnvironmentPlayer(Script(tokenizer, turns, end), environments, args, None)

@@ -47,14 +47,19 @@ def byte_tokenizer(template="qwen3"):
     """A token per byte, with the special tokens of Qwen and a chat template of TRL."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(special + alphabet)}, merges=[]))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner = Tokenizer(
+        models.BPE(vocab={token: n for n, token in enumerate(special + alphabet)}, merges=[])
+    )
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
-        chat_template=(Path(trl.__file__).parent / f"chat_templates/{template}.jinja").read_text(encoding="utf-8"),
+        chat_template=(Path(trl.__file__).parent / f"chat_templates/{template}.jinja").read_text(
+            encoding="utf-8"
+        ),
     )
 
 
@@ -73,7 +78,10 @@ def llama(vocab_size=32, seed=0, dtype=torch.float32, hidden_size=32, classifier
         pad_token_id=None,
         **{"max_position_embeddings": 64} | ({"num_labels": 1} if classifier else {}) | kwargs,
     )
-    model = LlamaForSequenceClassification(config) if classifier else LlamaForCausalLM(config)
+    if classifier:
+        model = LlamaForSequenceClassification(config)
+    else:
+        model = LlamaForCausalLM(config)
     return model.to(dtype).eval()
 
 
@@ -99,7 +107,11 @@ def qwen2(vocab_size=32, seed=0, hidden_size=32, **kwargs):
 # of models that scale or cap their logits after the output projection
 LOGIT_MAPS = {
     "gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8},
-    "gemma3_text": {"final_logit_softcapping": 2.0, "head_dim": 8, "layer_types": ["full_attention"] * 2},
+    "gemma3_text": {
+        "final_logit_softcapping": 2.0,
+        "head_dim": 8,
+        "layer_types": ["full_attention"] * 2,
+    },
     "cohere": {"logit_scale": 0.3},
     "cohere2": {"logit_scale": 0.0625, "layer_types": ["full_attention"] * 2},
     "granite": {"logits_scaling": 6.0, "residual_multiplier": 0.22},
@@ -111,12 +123,17 @@ def with_mapped_logits(family, seed=0, **kwargs):
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     ids = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": None, "initializer_range": 0.3}
-    config = AutoConfig.for_model(family, **sizes | heads | ids | LOGIT_MAPS.get(family, {}) | kwargs)
+    config = AutoConfig.for_model(
+        family, **sizes | heads | ids | LOGIT_MAPS.get(family, {}) | kwargs
+    )
     return AutoModelForCausalLM.from_config(config).eval()
 
 
 def prompts(rows=16, longest=5):
-    texts = [" ".join(WORDS[(row + k) % len(WORDS)] for k in range(1 + row % longest)) for row in range(rows)]
+    texts = [
+        " ".join(WORDS[(row + k) % len(WORDS)] for k in range(1 + row % longest))
+        for row in range(rows)
+    ]
     return Dataset.from_dict({"prompt": texts, "target": [row % 7 for row in range(rows)]})
 
 
@@ -171,7 +188,9 @@ def run_with_a_card(args, base_model, adapter, rewards, history, peft_config):
     policy = SimpleNamespace(peft_config={"policy": peft_config})
     return SimpleNamespace(
         args=args,
-        actor_critic=SimpleNamespace(config=config, policy=policy, policy_adapter="policy", reference_adapter=None),
+        actor_critic=SimpleNamespace(
+            config=config, policy=policy, policy_adapter="policy", reference_adapter=None
+        ),
         hub_model_id=adapter,
         reward_func_names=rewards,
         state=TrainerState(global_step=3, log_history=history),

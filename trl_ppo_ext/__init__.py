@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 
-# noise of other packages that no user can act on: an optional kernel for CPUs, and a renamed attribute that PEFT reads
+# noise of other packages that no user can act on: an optional kernel for CPUs, and a renamed
+# attribute that PEFT reads
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 del logging, warnings

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from datasets import IterableDataset
 from peft import PeftConfig
-from transformers import AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import has_file, logging
 from trl import is_conversational
 
@@ -27,14 +32,19 @@ logger = logging.get_logger(__name__)
 
 def as_list(value: Any) -> list:
     """Turn one value, several or none into a list."""
-    return list(value) if isinstance(value, list | tuple | set) else [value] if value is not None else []
+    if isinstance(value, list | tuple | set):
+        return list(value)
+    return [value] if value is not None else []
 
 
 def check_unknown_arguments(unknown: dict[str, Any]) -> None:
     """Raise for an argument that PPOTrainer does not have, with what replaces it."""
     for name in unknown:
         remedy = TABLES["arguments"].get(name)
-        hint = f" (TRL's old PPOTrainer had): {remedy}" if remedy else "; see `help(PPOTrainer)`"
+        if remedy:
+            hint = f" (TRL's old PPOTrainer had): {remedy}"
+        else:
+            hint = "; see `help(PPOTrainer)`"
         raise TypeError(f"PPOTrainer has no argument `{name}`{hint}.")
 
 
@@ -57,11 +67,17 @@ def check_trainer_arguments(
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
     if args.n_gpu > 1:
         remedy = "start one process per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
-        raise ValueError(f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; {remedy}.")
-    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > args.world_size:
+        raise ValueError(
+            f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; {remedy}."
+        )
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > args.world_size:
         remedy = "set `use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`)"
-        raise ValueError(f"{started} processes were started, but the world size is {args.world_size}; {remedy}.")
-    is_fsdp, is_deepspeed = uses_fsdp(args), args.uses_deepspeed
+        raise ValueError(
+            f"{started} processes were started, but the world size is {args.world_size}; {remedy}."
+        )
+    is_fsdp = uses_fsdp(args)
+    is_deepspeed = args.uses_deepspeed
     if is_fsdp:
         check_fsdp(args, optimizer, quantization_config)
     if is_deepspeed:
@@ -69,40 +85,74 @@ def check_trainer_arguments(
     if args.fp16 and (is_fsdp or is_deepspeed):
         raise ValueError("`fp16=True` is not supported with FSDP and DeepSpeed; use `bf16`.")
     if isinstance(train_dataset, IterableDataset):
-        args.dataloader_num_workers = 0  # this process reads a stream; workers would pass on row numbers
+        # this process reads a stream; workers would pass on row numbers
+        args.dataloader_num_workers = 0
     if optimizer is not None and args.critic_learning_rate is not None:
-        raise ValueError("`critic_learning_rate` needs the trainer's own optimizer; remove it, or `optimizers`.")
+        raise ValueError(
+            "`critic_learning_rate` needs the trainer's own optimizer; remove it, or `optimizers`."
+        )
     check_model_arguments(model, args, quantization_config, peft_config)
     processing_classes = reward_processing_classes or None
-    check_reward_arguments(reward_funcs, monitor_funcs, processing_classes, args, environments.give_rewards)
+    check_reward_arguments(
+        reward_funcs, monitor_funcs, processing_classes, args, environments.give_rewards
+    )
     if args.generation_backend == "vllm":
         if is_fsdp or (is_deepspeed and args.deepspeed_plugin.zero_stage == 3):
             wrong = "is not supported with FSDP or ZeRO-3, which shard the adapter that vLLM loads"
             raise ValueError(f"`generation_backend='vllm'` {wrong}; use DDP, or ZeRO-1 or 2.")
         if environments.rollout_func is not None:
-            raise ValueError("`rollout_func` samples by itself; remove it, or `generation_backend='vllm'`.")
+            raise ValueError(
+                "`rollout_func` samples by itself; remove it, or `generation_backend='vllm'`."
+            )
     if args.vllm_options.overlap_rollouts and environments:
-        wrong = "does not work with tools or environments, whose answers the trainer waits for; remove it"
+        wrong = (
+            "does not work with tools or environments, whose answers the trainer waits for; "
+            "remove it"
+        )
         raise ValueError(f"`vllm_kwargs['overlap_rollouts']` {wrong}.")
-    with_state = {x.type.__name__ for x in environments.kinds.values() if hasattr(x.type, HIDDEN_STATE)}
+    with_state = {
+        x.type.__name__ for x in environments.kinds.values() if hasattr(x.type, HIDDEN_STATE)
+    }
     if not with_state and HIDDEN_STATE in (args.critic_options.prompt, args.reference_prompt):
         remedy = "pass one as `environment_factory`, or rename a column of that name"
-        raise ValueError(f"A prompt {HIDDEN_STATE!r} needs an environment with that method; {remedy}.")
+        raise ValueError(
+            f"A prompt {HIDDEN_STATE!r} needs an environment with that method; {remedy}."
+        )
     columns = {*args.other_prompts.values()} - {HIDDEN_STATE}
     if columns and (environments.has_instances or environments.rollout_func):
-        wrong = "`reference_prompt` or `critic_kwargs['prompt']`: it lacks what an environment adds to the prompt"
-        raise ValueError(f"The column {columns.pop()!r} cannot be {wrong}; use 'hidden_state' of an environment.")
+        wrong = (
+            "`reference_prompt` or `critic_kwargs['prompt']`: it lacks what an environment adds "
+            "to the prompt"
+        )
+        raise ValueError(
+            f"The column {columns.pop()!r} cannot be {wrong}; use 'hidden_state' of an environment."
+        )
     if HIDDEN_STATE not in args.other_prompts.values():
         for name in with_state:
-            needed = "`critic='adapter'` without `critic_kwargs['prompt']`, or `reference_prompt='hidden_state'`"
-            logging.get_logger(__name__).warning("`hidden_state` of %s needs %s; it is not read.", name, needed)
-    if curriculum is not None and (isinstance(train_dataset, IterableDataset) or args.vllm_options.overlap_rollouts):
-        wrong = "does not work with a stream, or with `overlap_rollouts`, which samples before the scores are known"
+            needed = (
+                "`critic='adapter'` without `critic_kwargs['prompt']`, or "
+                "`reference_prompt='hidden_state'`"
+            )
+            logging.get_logger(__name__).warning(
+                "`hidden_state` of %s needs %s; it is not read.", name, needed
+            )
+    if curriculum is not None and (
+        isinstance(train_dataset, IterableDataset) or args.vllm_options.overlap_rollouts
+    ):
+        wrong = (
+            "does not work with a stream, or with `overlap_rollouts`, which samples before the "
+            "scores are known"
+        )
         raise ValueError(f"`curriculum` {wrong}; pass a `Dataset`, or remove the other.")
     if isinstance(train_dataset, dict):
-        raise TypeError("`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`.")
+        raise TypeError(
+            "`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`."
+        )
     if environments.rollout_func is None:  # it may return columns
-        others = ["environments"] if environments.has_instances else []
+        if environments.has_instances:
+            others = ["environments"]
+        else:
+            others = []
         for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
             check_reward_columns([*reward_funcs, *monitor_funcs], dataset, name, others)
 
@@ -111,65 +161,96 @@ def check_callbacks(callbacks: list) -> None:
     """Raise for callbacks of TRL that train or average a whole model."""
     names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
     for name in names & {"BEMACallback", "SyncRefModelCallback"}:
-        raise ValueError(f"`{name}` copies whole models; remove it (`recipes/averaged_policy.py` averages adapters).")
+        raise ValueError(
+            f"`{name}` copies whole models; remove it (`recipes/averaged_policy.py` averages "
+            "adapters)."
+        )
 
 
 def tokenizer_name(model_id: str, peft_config: Any) -> str:
-    """Where the policy's tokenizer is: with the adapter that it starts from, if that was saved with one."""
+    """Where the policy's tokenizer is: with the adapter that it starts from, if that was saved
+    with one."""
     is_saved = isinstance(peft_config, str) and has_file(peft_config, "tokenizer_config.json")
-    return peft_config if is_saved else model_id
+    if is_saved:
+        return peft_config
+    return model_id
 
 
 def context_of(config: Any) -> tuple[int | None, str]:
-    """Context in which a token's log-prob does not depend on other rows of a forward, and the reason for its length.
+    """Context in which a token's log-prob does not depend on other rows of a forward, and the
+    reason for its length.
 
-    "dynamic" takes other frequencies for all rows of a forward if one is longer than `max_position_embeddings`, and
-    "longrope" if one is longer than the original ones.
+    "dynamic" takes other frequencies for all rows of a forward if one is longer than
+    `max_position_embeddings`, and "longrope" if one is longer than the original ones.
     """
-    length, reason = getattr(config, "max_position_embeddings", None), ""
+    length = getattr(config, "max_position_embeddings", None)
+    reason = ""
     settings = getattr(config, "rope_parameters", None) or {}
     for rope in [settings, *settings.values()]:  # one for all layers, or one per type of layer
-        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if isinstance(rope, dict):
+            kind = rope.get("rope_type")
+        else:
+            kind = None
         if kind == "longrope" and (original := rope.get("original_max_position_embeddings")):
             length = min(length or original, original)
         if kind in ("dynamic", "longrope"):
-            reason = f" (beyond it, the rope scaling {kind!r} changes the log-probs of all rows of a forward)"
+            reason = (
+                f" (beyond it, the rope scaling {kind!r} changes the log-probs of all rows of a "
+                "forward)"
+            )
     return length, reason
 
 
 def load_tokenizer(
     model: Any, model_id: str, processing_class: Any, args: PPOConfig
 ) -> tuple[PreTrainedTokenizerBase, int | None, str, int]:
-    """Load and check the policy's tokenizer, and read context and vocabulary, without loading weights."""
+    """Load and check the policy's tokenizer, and read context and vocabulary, without loading
+    weights."""
     if processing_class is None and not model_id:
-        raise ValueError("`model` has no name to load a tokenizer from; pass one as `processing_class`.")
+        raise ValueError(
+            "`model` has no name to load a tokenizer from; pass one as `processing_class`."
+        )
     if not isinstance(processing_class, PreTrainedTokenizerBase | None):
-        raise TypeError(f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}.")
+        raise TypeError(
+            f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}."
+        )
     kwargs = hub_kwargs(args)
     if isinstance(model, str):
-        config, generation_config = load_config("model", model, kwargs), None
+        config = load_config("model", model, kwargs)
+        generation_config = None
         with suppress(OSError):  # a model need not have one
             generation_config = GenerationConfig.from_pretrained(model, **kwargs)
     else:
-        config, generation_config = model.config, model.generation_config
+        config = model.config
+        generation_config = model.generation_config
     if model_id != model:  # that of an adapter is not in the base's repository
         kwargs = {name: x for name, x in kwargs.items() if name not in ("revision", "subfolder")}
     tokenizer = processing_class or AutoTokenizer.from_pretrained(model_id, **kwargs)
-    text_config, stops = config.get_text_config(), args.stop_token_ids
+    text_config = config.get_text_config()
+    stops = args.stop_token_ids
     vocab_size = text_config.vocab_size
     if any(not 0 <= token < vocab_size for token in stops or []):
-        raise ValueError(f"`stop_token_ids` must be ids of the model's {vocab_size} tokens, got {stops}.")
+        raise ValueError(
+            f"`stop_token_ids` must be ids of the model's {vocab_size} tokens, got {stops}."
+        )
     if (tokenizer.pad_token_id or 0) >= vocab_size:  # added to the tokenizer only
         tokenizer.pad_token = None
     ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config, stops), args.pad_token)
-    if (pad := tokenizer.pad_token_id) >= vocab_size:
+    pad = tokenizer.pad_token_id
+    if pad >= vocab_size:
         remedy = f"set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}"
-        raise ValueError(f"{tokenizer.pad_token!r} has the id {pad}, but the model has {vocab_size} tokens; {remedy}.")
+        raise ValueError(
+            f"{tokenizer.pad_token!r} has the id {pad}, but the model has {vocab_size} tokens; "
+            f"{remedy}."
+        )
     return tokenizer, *context_of(text_config), vocab_size
 
 
 def warn_of_turns_that_go_on(
-    dataset: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None, stops: frozenset[int]
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any] | None,
+    stops: frozenset[int],
 ) -> None:
     """Warn if the policy does not stop where the chat template ends its answer."""
     if dataset is None or not is_conversational(next(iter(dataset), {})):
@@ -178,9 +259,10 @@ def warn_of_turns_that_go_on(
     if end is not None and tokenizer.convert_tokens_to_ids(end) not in stops:
         number = tokenizer.convert_tokens_to_ids(end)
         logger.warning(
-            f"The chat template ends an answer with {end!r}, at which sampling does not stop: what the policy writes "
-            f"after it is trained on, and rewards read it. Add {number} to `stop_token_ids`, and to `eos_token_id` of "
-            "the generation config with which the policy is served."
+            f"The chat template ends an answer with {end!r}, at which sampling does not stop: what "
+            f"the policy writes after it is trained on, and rewards read it. Add {number} to "
+            "`stop_token_ids`, and to `eos_token_id` of the generation config with which the "
+            "policy is served."
         )
 
 
@@ -205,15 +287,26 @@ def read_prompts(
     evaluation: Any,
 ) -> Prompts:
     """Load the tokenizer, and tokenize and check every prompt of the datasets."""
-    tokenizer, context_length, reason, vocab_size = load_tokenizer(model, model_id, processing_class, args)
-    longest = args.vllm_max_model_length if args.generation_backend == "vllm" else None
+    tokenizer, context_length, reason, vocab_size = load_tokenizer(
+        model, model_id, processing_class, args
+    )
+    if args.generation_backend == "vllm":
+        longest = args.vllm_max_model_length
+    else:
+        longest = None
     if longest is not None and longest < (context_length or math.inf):
-        context_length, reason = longest, ""
+        context_length = longest
+        reason = ""
     if context_length is not None and (environments or args.critic_options.bootstrap_truncated):
         context_length -= 1  # the value of the state after the last token takes one more
     template_kwargs: Any = args.chat_template_kwargs  # parsed by the config if it was a string
-    rows = args.plan(args.world_size).prompts if args.max_steps > 0 else 0
-    train, template_kwargs = environments.prepare(train, tokenizer, template_kwargs, rows, args.environment_timeout)
+    if args.max_steps > 0:
+        rows = args.plan(args.world_size).prompts
+    else:
+        rows = 0
+    train, template_kwargs = environments.prepare(
+        train, tokenizer, template_kwargs, rows, args.environment_timeout
+    )
     settings = args, context_length, template_kwargs, vocab_size, reason
 
     def tokenize(dataset: Any, name: str) -> Any:
@@ -221,7 +314,10 @@ def read_prompts(
             return {key: tokenize(x, name=f"{name}[{key!r}]") for key, x in dataset.items()}
         if dataset is None:
             return None
-        dataset = with_prompts(dataset, tokenizer, rows) if environments.has_instances else dataset
+        if environments.has_instances:
+            dataset = with_prompts(dataset, tokenizer, rows)
+        else:
+            dataset = dataset
         return environments.checked(tokenize_prompts(dataset, tokenizer, name, *settings))
 
     datasets = tokenize(train, name="train_dataset"), tokenize(evaluation, name="eval_dataset")

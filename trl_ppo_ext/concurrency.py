@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 # errors of user code, which end neither the process nor, in a coroutine, its event loop
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
-_WAITING = -1  # the loop that waits for user code; those that run it have the number of loops that wait for them
+# the loop that waits for user code; those that run it have the number of loops that wait for them
+_WAITING = -1
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
 
 if hasattr(os, "register_at_fork"):  # a fork has no threads
@@ -22,7 +23,8 @@ if hasattr(os, "register_at_fork"):  # a fork has no threads
 
 
 def started(awaitable: Awaitable[T], waits: bool = False) -> "Future[T]":
-    """Start an awaitable in a loop of a thread: that of all users' coroutines, or of what `waits` for them."""
+    """Start an awaitable in a loop of a thread: that of all users' coroutines, or of what
+    `waits` for them."""
 
     async def run() -> T:
         try:
@@ -36,8 +38,12 @@ def started(awaitable: Awaitable[T], waits: bool = False) -> "Future[T]":
     running = None
     with suppress(RuntimeError):
         running = asyncio.get_running_loop()
-    number = _WAITING if waits else next((n + 1 for n, loop in [*_loops.items()] if loop is running), 0)
-    if (loop := _loops.get(number)) is None:
+    if waits:
+        number = _WAITING
+    else:
+        number = next((n + 1 for n, loop in [*_loops.items()] if loop is running), 0)
+    loop = _loops.get(number)
+    if loop is None:
         loop = _loops.setdefault(number, new := asyncio.new_event_loop())
         if loop is new:  # no other thread was faster
             Thread(target=loop.run_forever, daemon=True).start()
@@ -52,7 +58,8 @@ def in_thread(call: Callable[[], T]) -> "Future[T]":
     def run() -> None:
         try:
             called.set_result(call())
-        except BaseException as error:  # a future of asyncio that waits for a StopIteration would never end
+        # a future of asyncio that waits for a StopIteration would never end
+        except BaseException as error:
             is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
             called.set_exception(error if is_plain else RuntimeError(repr(error)))
 
@@ -61,14 +68,21 @@ def in_thread(call: Callable[[], T]) -> "Future[T]":
 
 
 async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Result of a function: of a synchronous one in a thread, of a coroutine in the loop of user code."""
+    """Result of a function: of a synchronous one in a thread, of a coroutine in the loop of user
+    code."""
     call = partial(function, *args, **kwargs)
-    result = call() if inspect.iscoroutinefunction(function) else await asyncio.wrap_future(in_thread(call))
-    return await asyncio.wrap_future(started(result)) if inspect.isawaitable(result) else result
+    if inspect.iscoroutinefunction(function):
+        result = call()
+    else:
+        result = await asyncio.wrap_future(in_thread(call))
+    if inspect.isawaitable(result):
+        return await asyncio.wrap_future(started(result))
+    return result
 
 
 def leave_blocked_loops(timeout: float) -> None:
-    """Let later coroutines run in a new event loop if a call that exceeded its timeout blocks the present one."""
+    """Let later coroutines run in a new event loop if a call that exceeded its timeout blocks
+    the present one."""
     for number, loop in [*_loops.items()]:
         answered = Event()
         loop.call_soon_threadsafe(answered.set)

@@ -1,4 +1,5 @@
-"""Prompts: datasets by name, token ids of a `"prompt"` column of text or chat messages, and rollouts of rows."""
+"""Prompts: datasets by name, token ids of a `"prompt"` column of text or chat messages, and
+rollouts of rows."""
 
 import inspect
 import itertools
@@ -36,57 +37,91 @@ PROMPT_IDS = "_prompt_ids"  # no user's column has these names
 OTHER_PROMPT_IDS = {role: f"_{role}_prompt_ids" for role in ROLES}
 TOKEN_COLUMNS = {PROMPT_IDS, *OTHER_PROMPT_IDS.values()}
 # keyword arguments of every reward function, besides the dataset's columns
-REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-NO_PROMPT: list[dict] = [{"role": "user", "content": ""}]  # of a row that has none: an environment writes it
+REWARD_ARGUMENTS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
+# of a row that has none: an environment writes it
+NO_PROMPT: list[dict] = [{"role": "user", "content": ""}]
 
 # arguments of `apply_chat_template` that are none of a template
 OF_TOKENIZING = frozenset(
-    "conversation tokenize return_dict return_tensors padding truncation max_length tokenizer_kwargs "
-    "return_assistant_tokens_mask".split()
+    "conversation tokenize return_dict return_tensors padding truncation max_length "
+    "tokenizer_kwargs return_assistant_tokens_mask".split()
 )
 CHECKED_FOR_DELIMITERS = 1000  # rows of a dataset
 
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-_REMEDY = "Name a dataset on the Hub (and its config), a .json, .jsonl or .parquet file, or a directory."
+_REMEDY = (
+    "Name a dataset on the Hub (and its config), a .json, .jsonl or .parquet file, or a directory."
+)
 
 
 # ---- datasets by name ----
 
 
 def load_splits(
-    name: str, config: str | dict[str, Any] | None = None, streaming: bool = False, argument: str = "dataset_name"
+    name: str,
+    config: str | dict[str, Any] | None = None,
+    streaming: bool = False,
+    argument: str = "dataset_name",
 ) -> Mapping[str, Any]:
     """Load all splits of a dataset."""
     path = Path(name)
     # a name that can only be a path is not looked up on the Hub
     is_path = name.startswith(("/", "./", "../")) or path.suffix in (*FILE_FORMATS, ".csv", ".txt")
     if is_path and not path.exists():
-        raise ValueError(f"`{argument}={name!r}` does not exist; the working directory is {os.getcwd()}. {_REMEDY}")
+        raise ValueError(
+            f"`{argument}={name!r}` does not exist; the working directory is {os.getcwd()}. "
+            f"{_REMEDY}"
+        )
     if path.is_file() and path.suffix not in FILE_FORMATS:
-        raise ValueError(f"`{argument}={name!r}` must be a file of the types {', '.join(FILE_FORMATS)}; convert it.")
+        raise ValueError(
+            f"`{argument}={name!r}` must be a file of the types {', '.join(FILE_FORMATS)}; convert "
+            "it."
+        )
     saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
     if config is not None and (saved or path.is_file()):
-        raise ValueError(f"`dataset_config={config!r}` selects a part of a dataset on the Hub; remove it for {name}.")
+        raise ValueError(
+            f"`dataset_config={config!r}` selects a part of a dataset on the Hub; remove it for "
+            f"{name}."
+        )
     if saved and streaming:
-        raise ValueError(f"`dataset_streaming=True` does not support {name}, written by `save_to_disk`; remove it.")
+        raise ValueError(
+            f"`dataset_streaming=True` does not support {name}, written by `save_to_disk`; remove "
+            "it."
+        )
     try:
         if saved:
             loaded = load_from_disk(name)
-            return loaded if isinstance(loaded, Mapping) else {"train": loaded}
+            if isinstance(loaded, Mapping):
+                return loaded
+            return {"train": loaded}
         if path.is_file():
             return load_dataset(FILE_FORMATS[path.suffix], data_files=name, streaming=streaming)
         selection: dict[str, Any] = config if isinstance(config, dict) else {"name": config}
         return load_dataset(name, **selection, streaming=streaming)
     except DatasetGenerationError as error:
-        raise ValueError(f"`{argument}={name!r}` cannot be read: {error.__cause__ or error}") from error
-    except (OSError, ValueError, RuntimeError) as error:  # missing, unreachable, of several configs, or a script
-        raise ValueError(f"`{argument}={name!r}` cannot be loaded ({shortened(error)}). {_REMEDY}") from error
+        raise ValueError(
+            f"`{argument}={name!r}` cannot be read: {error.__cause__ or error}"
+        ) from error
+    # missing, unreachable, of several configs, or a script
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"`{argument}={name!r}` cannot be loaded ({shortened(error)}). {_REMEDY}"
+        ) from error
 
 
 def get_split(splits: Mapping[str, Any], split: str, argument: str) -> Any:
     """Select a split by name."""
     if split not in splits:
-        raise ValueError(f"The dataset has no split {split!r}; set `{argument}` to one of {sorted(splits)}.")
+        raise ValueError(
+            f"The dataset has no split {split!r}; set `{argument}` to one of {sorted(splits)}."
+        )
     return splits[split]
 
 
@@ -97,7 +132,8 @@ def spread_indices(length: int, count: int) -> list[int]:
 
 
 def as_dataset(dataset: Any) -> Any:
-    """Turn a list of rows, or a dataset of torch or of one's own that has a length, into a `datasets.Dataset`."""
+    """Turn a list of rows, or a dataset of torch or of one's own that has a length, into a
+    `datasets.Dataset`."""
     if isinstance(dataset, Dataset | Mapping) or not hasattr(dataset, "__len__"):
         return dataset
     try:
@@ -105,7 +141,9 @@ def as_dataset(dataset: Any) -> Any:
     except (LookupError, TypeError):  # no rows by number, e.g. a DataFrame
         return dataset
     is_rows = all(isinstance(row, dict) for row in rows)
-    return Dataset.from_list(rows, on_mixed_types="use_json") if is_rows else dataset
+    if is_rows:
+        return Dataset.from_list(rows, on_mixed_types="use_json")
+    return dataset
 
 
 # ---- token ids of prompts ----
@@ -123,7 +161,10 @@ def described(prompt: Any) -> str:
 def message_text(message: dict[str, Any]) -> str:
     """Content of a chat message, with its tool calls."""
     parts = message.get("content") or []
-    texts = [parts] if isinstance(parts, str) else [part.get("text") or f"[{part.get('type')}]" for part in parts]
+    if isinstance(parts, str):
+        texts = [parts]
+    else:
+        texts = [part.get("text") or f"[{part.get('type')}]" for part in parts]
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     called = [f"{call.get('name')}({json.dumps(call.get('arguments'))})" for call in calls]
     return " ".join([*texts, *called]).strip()
@@ -136,37 +177,65 @@ def as_text(entry: Any) -> str:
     return str(entry)
 
 
-def encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict, opening: bool = True) -> list[int]:
+def encode(
+    prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict, opening: bool = True
+) -> list[int]:
     """Token ids of a prompt, with `opening` for an answer; what others wrote in it is marked."""
     if isinstance(prompt, str):
         try:
             start, ids, end = encode_text(prompt, tokenizer)
         except (TypeError, ValueError) as error:  # e.g. an unpaired surrogate
-            raise PromptError(f"The tokenizer cannot read {described(prompt)}: {shortened(error)}") from error
-        return [*start, *ids] if opening else [*start, *ids, *end]
+            raise PromptError(
+                f"The tokenizer cannot read {described(prompt)}: {shortened(error)}"
+            ) from error
+        if opening:
+            return [*start, *ids]
+        return [*start, *ids, *end]
     if not (isinstance(prompt, list) and is_conversational({"prompt": prompt[:1]})):
-        raise PromptError(f"A prompt must be text or a list of chat messages, got {described(prompt)}.")
+        raise PromptError(
+            f"A prompt must be text or a list of chat messages, got {described(prompt)}."
+        )
     for place, message in enumerate(prompt):
-        fields = message if isinstance(message, dict) else {}
-        kinds = str | list | None if fields.get("tool_calls") else str | list  # templates write None as "None"
+        if isinstance(message, dict):
+            fields = message
+        else:
+            fields = {}
+        # templates write None as "None"
+        kinds: Any = str | list
+        if fields.get("tool_calls"):
+            kinds = str | list | None
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), kinds):
             needed = 'a mapping with a "role" and a "content" that are text'
             raise PromptError(f"Message {place} must be {needed}, got {described(message)}.")
     if tokenizer.chat_template is None and "chat_template" not in template_kwargs:
         needed = "set `tokenizer.chat_template`, or use text"
-        raise PromptError(f"The row has chat messages, but the tokenizer has no chat template; {needed}.")
+        raise PromptError(
+            f"The row has chat messages, but the tokenizer has no chat template; {needed}."
+        )
     parts = [message["content"] for message in prompt if isinstance(message.get("content"), list)]
-    if any(not isinstance(part, dict) or part.get("type") != "text" for content in parts for part in content):
+    if any(
+        not isinstance(part, dict) or part.get("type") != "text"
+        for content in parts
+        for part in content
+    ):
         raise PromptError(f"Parts of a message must be of the type 'text', got {described(parts)}.")
-    ends = {"continue_final_message": True} if opening and prefill(prompt) else {"add_generation_prompt": opening}
+    if opening and prefill(prompt):
+        ends = {"continue_final_message": True}
+    else:
+        ends = {"add_generation_prompt": opening}
     kwargs = ends | template_kwargs
     try:
         ids = encode_chat(prompt, tokenizer, kwargs)
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, **kwargs) if parts else ""
+        if parts:
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, **kwargs)
+        else:
+            text = ""
     except Exception as error:  # a template raises anything, e.g. if roles do not alternate
         if not parts:
             cause = f"{type(error).__name__} ({shortened(error)})"
-            raise PromptError(f"The chat template fails with {cause} for {described(prompt)}.") from error
+            raise PromptError(
+                f"The chat template fails with {cause} for {described(prompt)}."
+            ) from error
         text = str(parts)
     if any(str(part) in text for part in parts):  # the template reads text
         return encode([*map(text_only, prompt)], tokenizer, template_kwargs, opening)
@@ -174,30 +243,40 @@ def encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dic
 
 
 def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Keyword arguments of a row's chat template, with its columns `"tools"` and `"chat_template_kwargs"`."""
+    """Keyword arguments of a row's chat template, with its columns `"tools"` and
+    `"chat_template_kwargs"`."""
     tools = row.get("tools") or None
     try:
-        tools = json.loads(tools) if isinstance(tools, str) else without_none(tools)
+        if isinstance(tools, str):
+            tools = json.loads(tools)
+        else:
+            tools = without_none(tools)
     except ValueError as error:
         raise PromptError(f'its "tools" must be JSON or a list of schemas ({error}).') from error
     of_row = without_none(row.get("chat_template_kwargs") or {})
     kwargs = {"tools": tools, **(template_kwargs or {}), **of_row}
     if reserved := kwargs.keys() & OF_TOKENIZING:
         raise PromptError(
-            f"`chat_template_kwargs` must be arguments of the chat template, got {sorted(reserved)} of "
-            "`apply_chat_template`, which the trainer sets itself; remove them."
+            "`chat_template_kwargs` must be arguments of the chat template, got "
+            f"{sorted(reserved)} of `apply_chat_template`, which the trainer sets itself; remove "
+            "them."
         )
     return kwargs
 
 
 def prompt_limit(
-    max_completion_length: int, context_length: int | None, max_prompt_length: int | None, reason: str = ""
+    max_completion_length: int,
+    context_length: int | None,
+    max_prompt_length: int | None,
+    reason: str = "",
 ) -> int:
     """Tokens of the longest prompt that fits."""
     limit = sys.maxsize if context_length is None else context_length - max_completion_length
     if limit < 1:
         context = f"the model's context of {context_length} tokens{reason}"
-        raise PromptError(f"{max_completion_length=} leaves no room for a prompt in {context}; lower it.")
+        raise PromptError(
+            f"{max_completion_length=} leaves no room for a prompt in {context}; lower it."
+        )
     return min(limit, max_prompt_length or limit)
 
 
@@ -208,33 +287,55 @@ def _check_columns(dataset: Any, name: str, others: Mapping[str, str]) -> None:
             f"{type(dataset).__name__}; `Dataset.from_pandas` turns a DataFrame into one."
         )
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
-        raise PromptError(f"`{name}` has a transform (`set_transform`), which tokenizing skips; use `dataset.map`.")
+        raise PromptError(
+            f"`{name}` has a transform (`set_transform`), which tokenizing skips; use "
+            "`dataset.map`."
+        )
     columns = dataset.column_names or list(next(iter(dataset), {}))
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
         raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
     if "prompt" not in columns:
-        remedy = '`dataset.rename_column("question", "prompt")` or a `map_function` of `trl-ppo` makes one'
+        remedy = (
+            '`dataset.rename_column("question", "prompt")` or a `map_function` of `trl-ppo` makes '
+            "one"
+        )
         needed = 'needs a column "prompt" (text, or a list of chat messages)'
         raise PromptError(f"`{name}` {needed}, got {sorted(columns)}; {remedy}.")
     for role, column in others.items():
         if column not in columns:
-            setting = "critic_kwargs['prompt']" if role == "critic" else f"{role}_prompt"
-            raise PromptError(f"`{name}` needs the column {column!r} of `{setting}`, got {sorted(columns)}.")
+            if role == "critic":
+                setting = "critic_kwargs['prompt']"
+            else:
+                setting = f"{role}_prompt"
+            raise PromptError(
+                f"`{name}` needs the column {column!r} of `{setting}`, got {sorted(columns)}."
+            )
     for column in {*REWARD_ARGUMENTS} & {*columns}:
         wrong = f"has a column {column!r}, but reward functions have an argument of that name"
         raise PromptError(f"`{name}` {wrong}; rename it (`dataset.rename_column`), or drop it.")
     for column in {"image", "images"} & {*columns}:
         remedy = f"drop it (`dataset.remove_columns({column!r})`) to train on the text"
-        raise PromptError(f"`{name}` has a column {column!r}, but images are not supported; {remedy}.")
+        raise PromptError(
+            f"`{name}` has a column {column!r}, but images are not supported; {remedy}."
+        )
 
 
-def _ids_of(prompt: Any, row: dict, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) -> list[int]:
-    """Token ids of a row's prompt, or of another role's, with these keyword arguments of the chat template."""
+def _ids_of(
+    prompt: Any, row: dict, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None
+) -> list[int]:
+    """Token ids of a row's prompt, or of another role's, with these keyword arguments of the
+    chat template."""
     is_text = isinstance(prompt, str)
     if is_text and kwargs:
         logger.warning_once("`chat_template_kwargs` has no effect on prompts of text.")
-    template_kwargs = {} if is_text else row_template_kwargs(row, kwargs)
-    ids = [] if prompt == [] else encode(without_none(prompt), tokenizer, template_kwargs)
+    if is_text:
+        template_kwargs = {}
+    else:
+        template_kwargs = row_template_kwargs(row, kwargs)
+    if prompt == []:
+        ids = []
+    else:
+        ids = encode(without_none(prompt), tokenizer, template_kwargs)
     if is_text and not ids:
         ids = [x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None][:1]
     if not ids:
@@ -243,27 +344,43 @@ def _ids_of(prompt: Any, row: dict, tokenizer: PreTrainedTokenizerBase, kwargs: 
 
 
 def _warn_of_delimiters(
-    prompt: Any, name: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None
+    prompt: Any,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any] | None,
 ) -> None:
-    """Warn if a message spells a delimiter, which the model reads as one: it may hold a rendered chat."""
-    if not (isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)):
+    """Warn if a message spells a delimiter, which the model reads as one: it may hold a rendered
+    chat."""
+    if not (
+        isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
+    ):
         return  # text is as its script has rendered it, and what is no prompt has its own error
-    delimiter = delimiter_in(without_none(prompt), tokenizer, (template_kwargs or {}).get("chat_template"))
+    delimiter = delimiter_in(
+        without_none(prompt), tokenizer, (template_kwargs or {}).get("chat_template")
+    )
     if delimiter is not None:
         logger.warning_once(
-            f"A message of `{name}` spells {delimiter!r}, a delimiter of the chat template, and the model reads it as "
-            "one, also when it is served. If the message holds a rendered chat, pass that as a prompt of text, or its "
-            "messages; otherwise remove the delimiter."
+            f"A message of `{name}` spells {delimiter!r}, a delimiter of the chat template, and "
+            "the model reads it as one, also when it is served. If the message holds a rendered "
+            "chat, pass that as a prompt of text, or its messages; otherwise remove the delimiter."
         )
 
 
 def with_prompts(dataset: Any, tokenizer: PreTrainedTokenizerBase, rows: int) -> Any:
-    """Add empty prompts to a dataset without any, or make one of some rows, for environments that write prompts."""
-    prompt = NO_PROMPT if tokenizer.chat_template else tokenizer.bos_token or tokenizer.eos_token
+    """Add empty prompts to a dataset without any, or make one of some rows, for environments
+    that write prompts."""
+    if tokenizer.chat_template:
+        prompt = NO_PROMPT
+    else:
+        prompt = tokenizer.bos_token or tokenizer.eos_token
     if dataset is None:
-        return Dataset.from_dict({"prompt": [prompt] * rows}) if rows else None
+        if rows:
+            return Dataset.from_dict({"prompt": [prompt] * rows})
+        return None
     dataset = as_dataset(dataset)
-    return dataset if "prompt" in (dataset.column_names or ["prompt"]) else dataset.map(lambda _: {"prompt": prompt})
+    if "prompt" in (dataset.column_names or ["prompt"]):
+        return dataset
+    return dataset.map(lambda _: {"prompt": prompt})
 
 
 def tokenize_prompts(
@@ -276,11 +393,13 @@ def tokenize_prompts(
     vocab_size: int | None = None,
     reason: str = "",  # for the length of the context
 ) -> Dataset | IterableDataset:
-    """Add the token ids of each prompt, and of what other roles read in its place, and check every prompt."""
+    """Add the token ids of each prompt, and of what other roles read in its place, and check
+    every prompt."""
     # the functions below must not hold `args`: the cache of `datasets` would depend on every field
     overlong = args.overlong_prompts
     others = {role: column for role, column in args.other_prompts.items() if column != HIDDEN_STATE}
-    max_prompt_length, max_completion_length = args.max_prompt_length, args.max_completion_length
+    max_prompt_length = args.max_prompt_length
+    max_completion_length = args.max_completion_length
     dataset = as_dataset(dataset)
     _check_columns(dataset, name, others)
     dataset = dataset.with_format(None)  # token ids are lists
@@ -292,7 +411,9 @@ def tokenize_prompts(
     kinds: set[type] = set()  # of the prompts so far
     is_stream = isinstance(dataset, IterableDataset)
     if not is_stream:  # outside of `map`, which a cache may skip
-        for prompt in dataset.select(spread_indices(len(dataset), CHECKED_FOR_DELIMITERS))["prompt"]:
+        for prompt in dataset.select(spread_indices(len(dataset), CHECKED_FOR_DELIMITERS))[
+            "prompt"
+        ]:
             _warn_of_delimiters(prompt, name, tokenizer, chat_template_kwargs)
 
     def encode_row(row: dict) -> dict[str, list]:
@@ -302,10 +423,14 @@ def tokenize_prompts(
             _warn_of_delimiters(prompt, name, tokenizer, chat_template_kwargs)
         if vocab_size is not None and max(ids) >= vocab_size:
             token = f"the token {tokenizer.convert_ids_to_tokens(max(ids))!r} with id {max(ids)}"
-            raise PromptError(f"The prompt has {token}, but the model has {vocab_size} tokens; use its tokenizer.")
+            raise PromptError(
+                f"The prompt has {token}, but the model has {vocab_size} tokens; use its tokenizer."
+            )
         kinds.add(type(prompt))
         if len(kinds) > 1:  # completions are all text or all messages
-            raise PromptError(f"Prompts must be all text or all chat messages, got {described(prompt)}.")
+            raise PromptError(
+                f"Prompts must be all text or all chat messages, got {described(prompt)}."
+            )
         if len(ids) > limit and overlong == "error":
             remedy = "Set `overlong_prompts='truncate'`, or drop it (`dataset.filter`)."
             raise PromptError(f"The prompt has {len(ids)} tokens, but {room}. {remedy}")
@@ -314,10 +439,14 @@ def tokenize_prompts(
             try:
                 ids = _ids_of(row.get(column), row, tokenizer, chat_template_kwargs)
             except PromptError as error:
-                raise PromptError(f"The {role}'s prompt, in the column {column!r}: {error}") from error
+                raise PromptError(
+                    f"The {role}'s prompt, in the column {column!r}: {error}"
+                ) from error
             if len(ids) > room_for_others:
                 given = f"The {role}'s prompt has {len(ids)} tokens"
-                raise PromptError(f"{given}, but its context{reason} has room for {room_for_others}; shorten it.")
+                raise PromptError(
+                    f"{given}, but its context{reason} has room for {room_for_others}; shorten it."
+                )
             encoded[OTHER_PROMPT_IDS[role]] = ids
         return encoded
 
@@ -345,10 +474,12 @@ class Rows(UserList):
 
 @dataclass(eq=False)
 class RolloutSampler(Sampler[int]):
-    """Row numbers of prompts, rollout by rollout, each repeated for the micro-batches that the Trainer draws.
+    """Row numbers of prompts, rollout by rollout, each repeated for the micro-batches that the
+    Trainer draws.
 
-    An incomplete last rollout is filled from the next permutation: no prompt is dropped, and a dataset may be smaller
-    than a rollout. The epoch follows from the optimizer steps so far, so that resuming needs no state.
+    An incomplete last rollout is filled from the next permutation: no prompt is dropped, and a
+    dataset may be smaller than a rollout. The epoch follows from the optimizer steps so far, so
+    that resuming needs no state.
     """
 
     num_rows: int
@@ -365,8 +496,11 @@ class RolloutSampler(Sampler[int]):
 
     def order(self, epoch: int) -> list[int]:
         """Row numbers of an epoch, repeated for completions."""
-        wanted, generator = self.rollouts * self.plan.prompts, torch.Generator().manual_seed(self.seed + epoch)
-        permuted = partial(torch.randperm, generator=generator) if self.shuffle else torch.arange
+        wanted = self.rollouts * self.plan.prompts
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        permuted: Callable = torch.arange
+        if self.shuffle:
+            permuted = partial(torch.randperm, generator=generator)
         passes = [permuted(self.num_rows) for _ in range(-(-wanted // self.num_rows))]
         return torch.cat(passes)[:wanted].repeat_interleave(self.plan.num_generations).tolist()
 
@@ -386,31 +520,44 @@ class RolloutSampler(Sampler[int]):
 
 
 def weighted_rows(curriculum: Callable, played: Tensor, plan: BatchPlan, seed: int) -> list[int]:
-    """Row numbers of a rollout, each as often as its share of the weights of a curriculum, up to rounding."""
+    """Row numbers of a rollout, each as often as its share of the weights of a curriculum, up to
+    rounding."""
     episodes, sums = played.clone()
     returned = curriculum(episodes, sums / episodes.clamp(min=1))
     if inspect.iscoroutine(returned):
         returned.close()
     try:
         weights = torch.as_tensor(returned, device="cpu").double()
-        is_valid = weights.shape == episodes.shape and bool((weights >= 0).all()) and 0 < weights.sum() < math.inf
+        is_valid = (
+            weights.shape == episodes.shape
+            and bool((weights >= 0).all())
+            and 0 < weights.sum() < math.inf
+        )
     except (TypeError, ValueError, RuntimeError):  # e.g. None
-        weights, is_valid = returned, False
+        weights = returned
+        is_valid = False
     if not is_valid:
         raise ValueError(
-            f"`curriculum` must return a weight of at least 0 for each of the {len(episodes)} rows, and not only "
-            f"zeros, got {type(returned).__name__}: {shortened(weights)}."
+            f"`curriculum` must return a weight of at least 0 for each of the {len(episodes)} "
+            f"rows, and not only zeros, got {type(returned).__name__}: {shortened(weights)}."
         )
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(weights), generator=generator)  # neighbors may be alike, and are drawn evenly
+    # neighbors may be alike, and are drawn evenly
+    order = torch.randperm(len(weights), generator=generator)
     ends = weights[order].cumsum(0)
-    first = torch.rand((), generator=generator, dtype=torch.float64)  # float32 could round up to the end
+    # float32 could round up to the end
+    first = torch.rand((), generator=generator, dtype=torch.float64)
     places = (torch.arange(plan.prompts, dtype=torch.float64) + first) / plan.prompts * ends[-1]
-    return order[torch.searchsorted(ends, places, right=True)].repeat_interleave(plan.num_generations).tolist()
+    return (
+        order[torch.searchsorted(ends, places, right=True)]
+        .repeat_interleave(plan.num_generations)
+        .tolist()
+    )
 
 
 class StreamedRows:
-    """Rows of a stream by number, read once and in order; its beginning fills a rollout within which it ends."""
+    """Rows of a stream by number, read once and in order; its beginning fills a rollout within
+    which it ends."""
 
     def __init__(self, dataset: IterableDataset, prompts_per_rollout: int):
         self.dataset = dataset

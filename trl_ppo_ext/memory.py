@@ -1,7 +1,8 @@
 """Memory of a run, estimated from configs.
 
-Weights are counted on models built on the meta device. Activations are formulas for decoder layers like Llama's, with
-LoRA on a frozen base and attention by `scaled_dot_product_attention`. Parts below 1 % of a real run are omitted.
+Weights are counted on models built on the meta device. Activations are formulas for decoder layers
+like Llama's, with LoRA on a frozen base and attention by `scaled_dot_product_attention`. Parts
+below 1 % of a real run are omitted.
 """
 
 from collections.abc import Mapping
@@ -41,14 +42,25 @@ from .rewards import ProcessReward, RewardAdapter
 
 PROMPT_LENGTH = 512
 GIB = 2**30
-CUDA_CONTEXT, FRAGMENTATION = 0.6 * GIB, 0.05  # assumed, not measured: context, and what the allocator cannot use
-# bytes of a quantized weight: 4 bits have a constant per block of 64, double quantization a constant per 256 of these
+# assumed, not measured: context, and what the allocator cannot use
+CUDA_CONTEXT = 0.6 * GIB
+FRAGMENTATION = 0.05
+# bytes of a quantized weight: 4 bits have a constant per block of 64, double quantization a
+# constant per 256 of these
 QUANTIZED = {"int8": 1.0, "4bit": 0.5 + 4 / 64, "4bit double": 0.5 + 1 / 64 + 4 / 64 / 256}
-# bytes of state per trained parameter; 8 bits have a constant per block of 256, and paged states leave a full GPU
-OPTIMIZERS = {"adamw_torch": 8, "adamw_torch_fused": 8, "adamw_8bit": 2 + 8 / 256, "adamw_bnb_8bit": 2 + 8 / 256}
+# bytes of state per trained parameter; 8 bits have a constant per block of 256, and paged states
+# leave a full GPU
+OPTIMIZERS = {
+    "adamw_torch": 8,
+    "adamw_torch_fused": 8,
+    "adamw_8bit": 2 + 8 / 256,
+    "adamw_bnb_8bit": 2 + 8 / 256,
+}
 OPTIMIZERS |= {"sgd": 0, "paged_adamw": 0, "paged_adamw_32bit": 0, "paged_adamw_8bit": 0}
 ATTENTION = (None, "sdpa", "flash_attention_2", "flash_attention_3")
-QKV, GATE_UP = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}  # which share their inputs
+# which share their inputs
+QKV = {"q_proj", "k_proj", "v_proj"}
+GATE_UP = {"gate_proj", "up_proj"}
 LAYER = {*QKV, "o_proj", *GATE_UP, "down_proj", "input_layernorm", "post_attention_layernorm"}
 
 
@@ -71,20 +83,32 @@ class ModelSizes:
     @property
     def bytes(self) -> float:
         """Bytes of the weights."""
-        return self.linear * QUANTIZED.get(cast(str, self.quantization), self.width) + self.others * self.width
+        return (
+            self.linear * QUANTIZED.get(cast(str, self.quantization), self.width)
+            + self.others * self.width
+        )
 
     def forward(self, tokens: int, adapter_width: int = 0) -> int:
-        """Bytes in use at a time in a forward without gradients, with an adapter of `adapter_width` bytes a number."""
-        mlp = 2 * (self.width + adapter_width) if adapter_width else 3 * self.width
-        # embeddings, the layer's input, the residual stream, normalized states, and what the adapter casts
+        """Bytes in use at a time in a forward without gradients, with an adapter of
+        `adapter_width` bytes a number."""
+        if adapter_width:
+            mlp = 2 * (self.width + adapter_width)
+        else:
+            mlp = 3 * self.width
+        # embeddings, the layer's input, the residual stream, normalized states, and what the
+        # adapter casts
         return tokens * ((4 * self.width + adapter_width) * self.hidden + mlp * self.intermediate)
 
     def saved(self, ranks: Mapping[str, int], rows: int, length: int) -> int:
         """Bytes that a layer saves for its backward; a frozen weight needs none of its inputs."""
-        norms = 8 * self.hidden + (4 * (self.query_width + self.kv_width) if self.head_norms else 0)  # in float32
+        # in float32
+        norms = 8 * self.hidden + (4 * (self.query_width + self.kv_width) if self.head_norms else 0)
         # inputs of LoRA's A, one per group, and its outputs
-        lora = self.hidden * sum(not group.isdisjoint(ranks) for group in (QKV, GATE_UP)) + sum(ranks.values())
-        attention = 3 * self.query_width + 2 * self.kv_width  # queries, keys, values, output, without padding too
+        lora = self.hidden * sum(not group.isdisjoint(ranks) for group in (QKV, GATE_UP)) + sum(
+            ranks.values()
+        )
+        # queries, keys, values, output, without padding too
+        attention = 3 * self.query_width + 2 * self.kv_width
         swiglu = (4 if "down_proj" in ranks else 3) * self.intermediate
         return rows * length * (norms + self.width * (lora + attention + swiglu))
 
@@ -111,32 +135,47 @@ class MemoryEstimate:
 
     @cached_property
     def phases(self) -> DataFrame:
-        """Bytes of each part at the peak of the phases that can have the run's, from the second rollout on."""
-        args, base, width = self.args, self.base, self.base.width
-        plan, critic, response = args.plan(self.processes), args.critic, args.max_completion_length
-        completions, prompt, length = plan.completions_per_process, self.prompt_length, self.prompt_length + response
-        batch = completions if args.eval_strategy == "no" else max(completions, args.per_device_eval_batch_size or 0)
+        """Bytes of each part at the peak of the phases that can have the run's, from the second
+        rollout on."""
+        args = self.args
+        base = self.base
+        width = self.base.width
+        plan = args.plan(self.processes)
+        critic = args.critic
+        response = args.max_completion_length
+        completions = plan.completions_per_process
+        prompt = self.prompt_length
+        length = self.prompt_length + response
+        if args.eval_strategy == "no":
+            batch = completions
+        else:
+            batch = max(completions, args.per_device_eval_batch_size or 0)
         sampled = min(args.per_device_generation_batch_size or batch, batch)
-        tokens, scored = plan.micro_batch_size * length, plan.micro_batch_size * response
+        tokens = plan.micro_batch_size * length
+        scored = plan.micro_batch_size * response
         models = [reward for reward in self.rewards if isinstance(reward, ModelSizes)]
         reward_adapters = [reward for reward in self.rewards if isinstance(reward, AdapterSizes)]
 
         # 1. In use all the time
-        adapters, read = 1 + (critic == "adapter"), (len(side_layers(base.layers)) + 1) * base.hidden
+        adapters = 1 + (critic == "adapter")
+        read = (len(side_layers(base.layers)) + 1) * base.hidden
         heads = {"none": 0, "side": 2 * SIDE_WIDTH * (read + 2) + SIDE_WIDTH + 1}
         trained = adapters * self.adapter.parameters + heads.get(critic, base.hidden + 1)
         resident: dict[str, float] = {
             "base weights": base.bytes,
             "reward models": sum(model.bytes for model in models),
-            "reward adapters": 4 * sum(reward.parameters + base.hidden for reward in reward_adapters),
+            "reward adapters": 4
+            * sum(reward.parameters + base.hidden for reward in reward_adapters),
             "policy adapter": 4 * self.adapter.parameters,
             "critic": 4 * (trained - self.adapter.parameters),
             "optimizer states": self.optimizer * trained,
             "autocast copies": 2 * adapters * self.adapter.parameters if width < 4 else 0,
         }
 
-        # 2. Sampling: all prompts at once, then copies of the logits for the last token; vLLM has memory of its own
-        cache: float = 2 * width * base.kv_width * base.layers * sampled * length  # allocated before the first token
+        # 2. Sampling: all prompts at once, then copies of the logits for the last token; vLLM has
+        # memory of its own
+        # allocated before the first token
+        cache: float = 2 * width * base.kv_width * base.layers * sampled * length
         prefill = {"KV cache": cache, "activations": base.forward(sampled * prompt, width)}
         last = {"KV cache": cache, "sampling": sampled * base.vocabulary * (width + 24)}
 
@@ -145,20 +184,33 @@ class MemoryEstimate:
         scoring = [model.forward(judged) for model in models]
         scoring += [base.forward(judged, 4) for _ in reward_adapters]
 
-        # 4. Projections of a chunk to the vocabulary: product (in float32 the logits), logits, derivative, reference
-        chunk = min(scored, max(1, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"] // base.vocabulary))
+        # 4. Projections of a chunk to the vocabulary: product (in float32 the logits), logits,
+        # derivative, reference
+        chunk = min(
+            scored, max(1, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"] // base.vocabulary)
+        )
         number = 8 + (width if width < 4 else 0) + (4 if args.kl_estimator == "exact" else 0)
-        logits, kept, states = chunk * base.vocabulary * number, 4 * base.hidden * scored, 0
+        logits = chunk * base.vocabulary * number
+        kept = 4 * base.hidden * scored
+        states = 0
         if critic == "side":  # the states that it reads, at all positions, and its own
-            kept, states = kept + 4 * scored * (read + 4 * SIDE_WIDTH), width * (read - base.hidden) * tokens
+            kept = kept + 4 * scored * (read + 4 * SIDE_WIDTH)
+            states = width * (read - base.hidden) * tokens
 
-        # 5. Backward: what the trunk saved for it, and gradients within a layer; DDP has gradients in buckets too
+        # 5. Backward: what the trunk saved for it, and gradients within a layer; DDP has gradients
+        # in buckets too
         layer = base.saved(self.adapter.ranks, plan.micro_batch_size, length)
-        trunk, backward = base.layers * layer, 2 * width * tokens * (base.hidden + base.intermediate)
+        trunk = base.layers * layer
+        backward = 2 * width * tokens * (base.hidden + base.intermediate)
         if args.gradient_checkpointing:  # only inputs of layers are saved, and one layer runs again
-            trunk, backward = width * base.hidden * base.layers * tokens, backward + layer
+            trunk = width * base.hidden * base.layers * tokens
+            backward = backward + layer
         gradients = 4 * trained * (2 if self.processes > 1 else 1)
-        early = gradients if plan.gradient_accumulation_steps > 1 else 0  # of earlier micro-batches
+        # of earlier micro-batches
+        if plan.gradient_accumulation_steps > 1:
+            early = gradients
+        else:
+            early = 0
 
         moments: dict[str, list[dict[str, float]]] = {
             "generate": [{}] if args.generation_backend == "vllm" else [prefill, last],
@@ -166,10 +218,17 @@ class MemoryEstimate:
             "update": [
                 {"activations": trunk + states, "gradients": early},
                 {"activations": trunk, "logits": logits + kept, "gradients": early},
-                {"activations": adapters * trunk + backward, "logits": kept, "gradients": gradients},
+                {
+                    "activations": adapters * trunk + backward,
+                    "logits": kept,
+                    "gradients": gradients,
+                },
             ],
         }
-        peaks = {name: resident | max(parts, key=lambda x: sum(x.values())) for name, parts in moments.items()}
+        peaks = {
+            name: resident | max(parts, key=lambda x: sum(x.values()))
+            for name, parts in moments.items()
+        }
         return DataFrame(peaks).where(lambda table: table > 0).dropna(how="all")
 
     @property
@@ -180,25 +239,33 @@ class MemoryEstimate:
     @property
     def needed(self) -> float:
         """Bytes that the device must have; on a GPU with an assumed context and fragmentation."""
-        return self.peak * (1 + FRAGMENTATION) + CUDA_CONTEXT if self.on_gpu else self.peak
+        if self.on_gpu:
+            return self.peak * (1 + FRAGMENTATION) + CUDA_CONTEXT
+        return self.peak
 
     def share_of_vllm(self, memory: float) -> float:
-        """Bytes that a colocated vLLM adds to the peak, on a device of `memory` GiB; asleep it keeps its base."""
+        """Bytes that a colocated vLLM adds to the peak, on a device of `memory` GiB; asleep it
+        keeps its base."""
         if self.args.generation_backend != "vllm" or self.args.vllm_mode == "server":
             return 0
         share = self.args.vllm_gpu_memory_utilization * memory * GIB
         asleep = max(self.base_of_vllm, self.phases["generate"].sum() + share - self.peak)
-        return min(asleep, share) if self.args.vllm_enable_sleep_mode else share
+        if self.args.vllm_enable_sleep_mode:
+            return min(asleep, share)
+        return share
 
     @property
     def base_of_vllm(self) -> float:
-        """Bytes of the base that a colocated vLLM loads, at most: it is not quantized unless vLLM does it."""
+        """Bytes of the base that a colocated vLLM loads, at most: it is not quantized unless
+        vLLM does it."""
         quantizes = "quantization" in (self.args.generation_kwargs or {})
         return replace(self.base, quantization=self.base.quantization if quantizes else None).bytes
 
     def fits(self, memory: float) -> bool:
-        """Return `True` if the run fits in `memory` GiB, and the base in the share of a colocated vLLM."""
-        share, room = self.share_of_vllm(memory), self.args.vllm_gpu_memory_utilization * memory * GIB
+        """Return `True` if the run fits in `memory` GiB, and the base in the share of a
+        colocated vLLM."""
+        share = self.share_of_vllm(memory)
+        room = self.args.vllm_gpu_memory_utilization * memory * GIB
         return (not share or self.base_of_vllm <= room) and self.needed + share <= memory * GIB
 
 
@@ -213,7 +280,9 @@ def estimate_memory(
     prompt_length: int | None = None,
     device: str = "cuda",
 ) -> MemoryEstimate:
-    """Estimate the memory of a run on one process, by phase and part. Only configs are read, no weights.
+    """Estimate the memory of a run on one process, by phase and part.
+
+    Only configs are read, no weights.
 
     Args:
         model: Id or path of the base model, or its config.
@@ -222,7 +291,8 @@ def estimate_memory(
         monitor_funcs: As of [`PPOTrainer`].
         quantization_config: As of [`PPOTrainer`].
         peft_config: As of [`PPOTrainer`].
-        prompt_length (`int`, *optional*): Tokens of the longest prompt. Defaults to 512, or what the context leaves.
+        prompt_length (`int`, *optional*): Tokens of the longest prompt. Defaults to 512, or what
+        the context leaves.
         device (`str`, *optional*, defaults to `"cuda"`): `"cuda"` or `"cpu"`.
 
     Returns:
@@ -232,9 +302,15 @@ def estimate_memory(
         `ValueError`: If the memory of a setting or an architecture is not known.
     """
     # 1. Check for settings that the formulas do not cover.
-    options, width, located = model_kwargs(args), compute_dtype(args).itemsize, hub_kwargs(args)
-    config = AutoConfig.from_pretrained(model, **located) if isinstance(model, str) else model
-    dtype, optimizer = options.get("dtype") or compute_dtype(args), OptimizerNames(args.optim).value
+    options = model_kwargs(args)
+    width = compute_dtype(args).itemsize
+    located = hub_kwargs(args)
+    if isinstance(model, str):
+        config = AutoConfig.from_pretrained(model, **located)
+    else:
+        config = model
+    dtype = options.get("dtype") or compute_dtype(args)
+    optimizer = OptimizerNames(args.optim).value
     dtype = str(config.dtype or "float32" if dtype == "auto" else dtype).removeprefix("torch.")
     supported = {
         "device": (device, ("cuda", "cpu")),
@@ -244,49 +320,89 @@ def estimate_memory(
     } | {name: (getattr(args, name) or None, (None,)) for name in ("deepspeed", "fsdp")}
     for name, (value, values) in supported.items():
         if value not in values:
-            raise ValueError(f"`{name}` must be {' or '.join(map(str, values))} to be estimated, got {value}.")
+            raise ValueError(
+                f"`{name}` must be {' or '.join(map(str, values))} to be estimated, got {value}."
+            )
 
-    room = prompt_limit(args.max_completion_length, context_of(config.get_text_config())[0], args.max_prompt_length)
+    room = prompt_limit(
+        args.max_completion_length, context_of(config.get_text_config())[0], args.max_prompt_length
+    )
     prompt_length = min(PROMPT_LENGTH, room) if prompt_length is None else prompt_length
     if prompt_length > room:
         raise ValueError(
             f"`prompt_length` must be at most {room}, what the model's context leaves beside "
-            f"`max_completion_length={args.max_completion_length}`, or `max_prompt_length`, got {prompt_length}."
+            f"`max_completion_length={args.max_completion_length}`, or `max_prompt_length`, got "
+            f"{prompt_length}."
         )
 
     # 2. Read sizes of models and adapters. Functions, judges and remote rewards take no memory.
     remote_code = {"trust_remote_code": located["trust_remote_code"]}
-    base, rewards = on_meta(config, **remote_code), list[ModelSizes | AdapterSizes]()
+    base = on_meta(config, **remote_code)
+    rewards = list[ModelSizes | AdapterSizes]()
     for reward in (*as_list(reward_funcs), *as_list(monitor_funcs)):
         if isinstance(reward, RewardAdapter):
             reward_config = PeftConfig.from_pretrained(reward.path)
             reward_config.modules_to_save = None  # the score head, which is counted apart
             rewards.append(adapter_sizes(base, reward_config))
         elif isinstance(reward, str | ProcessReward):
-            model_id = reward if isinstance(reward, str) else reward.model
-            loaded_as = {None: None, "none": None, "int8": "int8"}.get(args.reward_quantization, "4bit double")
-            classifier = on_meta(AutoConfig.from_pretrained(model_id, **remote_code), True, **remote_code)
+            if isinstance(reward, str):
+                model_id = reward
+            else:
+                model_id = reward.model
+            loaded_as = {None: None, "none": None, "int8": "int8"}.get(
+                args.reward_quantization, "4bit double"
+            )
+            classifier = on_meta(
+                AutoConfig.from_pretrained(model_id, **remote_code), True, **remote_code
+            )
             rewards.append(model_sizes(classifier, width, loaded_as))
         elif isinstance(reward, PreTrainedModel | PeftModel):  # with an adapter it raises
             rewards.append(model_sizes(cast(PreTrainedModel, reward), reward.dtype.itemsize))
-    adapter = PeftConfig.from_pretrained(peft_config) if isinstance(peft_config, str) else peft_config
-    quantization, quantized_to = quantization_config or getattr(config, "quantization_config", None), None
+    if isinstance(peft_config, str):
+        adapter = PeftConfig.from_pretrained(peft_config)
+    else:
+        adapter = peft_config
+    quantization = quantization_config or getattr(config, "quantization_config", None)
+    quantized_to = None
     if quantization is not None:
-        settings = quantization if isinstance(quantization, dict) else quantization.to_dict()  # saved, or given
+        # saved, or given
+        if isinstance(quantization, dict):
+            settings = quantization
+        else:
+            settings = quantization.to_dict()
         if settings["quant_method"] != "bitsandbytes":
-            raise ValueError(f"Only quantization by bitsandbytes is estimated, got {settings['quant_method']!r}.")
-        in_4_bits = "4bit double" if settings.get("bnb_4bit_use_double_quant") else "4bit"
-        quantized_to = "int8" if settings.get("load_in_8bit") else in_4_bits
-    sizes = model_sizes(base, width, quantized_to), adapter_sizes(base, adapter or default_peft_config())
-    states, on_gpu = OPTIMIZERS[optimizer], device == "cuda"
-    return MemoryEstimate(args, *sizes, tuple(rewards), args.world_size, prompt_length, states, on_gpu)
+            raise ValueError(
+                f"Only quantization by bitsandbytes is estimated, got {settings['quant_method']!r}."
+            )
+        if settings.get("bnb_4bit_use_double_quant"):
+            in_4_bits = "4bit double"
+        else:
+            in_4_bits = "4bit"
+        if settings.get("load_in_8bit"):
+            quantized_to = "int8"
+        else:
+            quantized_to = in_4_bits
+    sizes = (
+        model_sizes(base, width, quantized_to),
+        adapter_sizes(base, adapter or default_peft_config()),
+    )
+    states = OPTIMIZERS[optimizer]
+    on_gpu = device == "cuda"
+    return MemoryEstimate(
+        args, *sizes, tuple(rewards), args.world_size, prompt_length, states, on_gpu
+    )
 
 
-def on_meta(config: PreTrainedConfig, classifier: bool = False, trust_remote_code: bool = False) -> PreTrainedModel:
+def on_meta(
+    config: PreTrainedConfig, classifier: bool = False, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """Build a model on the meta device, not quantized."""
     config = copy(config)
     vars(config).pop("quantization_config", None)
-    auto = AutoModelForSequenceClassification if classifier else auto_class(config)
+    if classifier:
+        auto = AutoModelForSequenceClassification
+    else:
+        auto = auto_class(config)
     with torch.device("meta"):
         return auto.from_config(config, trust_remote_code=trust_remote_code)
 
@@ -297,13 +413,28 @@ def model_sizes(model: PreTrainedModel, width: int, quantization: str | None = N
     for layer in layers or [nn.Module()]:
         names = {name.split(".")[-2] for name, _ in layer.named_parameters()} - {"q_norm", "k_norm"}
         if names != LAYER:
-            needed = f"its `layers` must have {', '.join(sorted(LAYER))}, got {', '.join(sorted(names)) or 'none'}"
-            raise ValueError(f"{type(model).__name__} cannot be estimated: {needed}; measure a few steps instead.")
-    linear = sum(x.weight.numel() for layer in layers for x in layer.modules() if isinstance(x, nn.Linear))
-    config, attention = model.config.get_text_config(), layers[0].self_attn
+            needed = (
+                f"its `layers` must have {', '.join(sorted(LAYER))}, got "
+                f"{', '.join(sorted(names)) or 'none'}"
+            )
+            raise ValueError(
+                f"{type(model).__name__} cannot be estimated: {needed}; measure a few steps "
+                "instead."
+            )
+    linear = sum(
+        x.weight.numel() for layer in layers for x in layer.modules() if isinstance(x, nn.Linear)
+    )
+    config = model.config.get_text_config()
+    attention = layers[0].self_attn
     widths = attention.q_proj.out_features, attention.k_proj.out_features
     return ModelSizes(
-        *(config.hidden_size, config.intermediate_size, len(layers), *widths, hasattr(attention, "q_norm")),
+        *(
+            config.hidden_size,
+            config.intermediate_size,
+            len(layers),
+            *widths,
+            hasattr(attention, "q_norm"),
+        ),
         *(config.vocab_size, linear, model.num_parameters() - linear, width, quantization),
     )
 
@@ -311,12 +442,16 @@ def model_sizes(model: PreTrainedModel, width: int, quantization: str | None = N
 def adapter_sizes(model: PreTrainedModel, peft_config: PeftConfig) -> AdapterSizes:
     """Read the sizes of an adapter by adding it to a copy of a model."""
     if not isinstance(peft_config, LoraConfig):
-        raise ValueError(f"Only LoRA is estimated, got {peft_config.peft_type}; use a `LoraConfig`.")
+        raise ValueError(
+            f"Only LoRA is estimated, got {peft_config.peft_type}; use a `LoraConfig`."
+        )
     for name in ("use_dora", "modules_to_save", "target_parameters"):
         if getattr(peft_config, name, None):
             raise ValueError(f"`{name}={getattr(peft_config, name)!r}` is not estimated; omit it.")
     with torch.device("meta"):
         policy = add_policy_adapter(deepcopy(model), copy(peft_config))
-    modules = {name: module for name, module in policy.named_modules() if isinstance(module, LoraLayer)}
+    modules = {
+        name: module for name, module in policy.named_modules() if isinstance(module, LoraLayer)
+    }
     ranks = {name.rpartition(".")[2]: max(module.r.values()) for name, module in modules.items()}
     return AdapterSizes(sum(x.numel() for x in policy.parameters()) - model.num_parameters(), ranks)

@@ -18,7 +18,8 @@ class Packed(NamedTuple):
 
     input_ids: Tensor  # [tokens]
     position_ids: Tensor  # [tokens]
-    cells: Tensor | None  # [tokens], place of each one in rows padded on the right; None if they need no padding
+    # [tokens], place of each one in rows padded on the right; None if they need no padding
+    cells: Tensor | None
     starts: Tensor  # [rows + 1], first token of each row, then the number of tokens
     rows: int
     longest: int
@@ -42,7 +43,9 @@ def _send(x: Tensor, device: torch.device | str) -> Tensor:
     return (x.pin_memory() if torch.cuda.is_available() else x).to(device, non_blocking=True)
 
 
-def _pad(rows: Sequence[Sequence[int]], pad_token_id: int, side: str, device: torch.device | str) -> Tensor:
+def _pad(
+    rows: Sequence[Sequence[int]], pad_token_id: int, side: str, device: torch.device | str
+) -> Tensor:
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
     return _send(nn.utils.rnn.pad_sequence(tensors, True, pad_token_id, side), device)
 
@@ -51,9 +54,10 @@ def _pad(rows: Sequence[Sequence[int]], pad_token_id: int, side: str, device: to
 class Sequences:
     """Prompts and the completions sampled for them, as token ids.
 
-    Prompts are padded on the left and completions on the right, so position `prompt` of every row is the first token
-    of its completion. A completion holds what the policy sampled and, between its turns, what an environment wrote:
-    the policy reads all of it, and only sampled tokens have log-probs and values. Lengths and `sampled` stay on the
+    Prompts are padded on the left and completions on the right, so position `prompt` of every row
+    is the first token of its completion. A completion holds what the policy sampled and, between
+    its turns, what an environment wrote: the policy reads all of it, and only sampled tokens have
+    log-probs and values. Lengths and `sampled` stay on the
     CPU: finding tokens never waits for the device.
     """
 
@@ -61,12 +65,15 @@ class Sequences:
     completion_ids: Tensor  # [batch, response], EOS included
     prompt_lengths: Tensor  # [batch], on the CPU
     completion_lengths: Tensor  # [batch], on the CPU
-    critic_prompt_ids: Tensor | None = None  # [batch, critic prompt], what only the critic reads as the prompt
+    # [batch, critic prompt], what only the critic reads as the prompt
+    critic_prompt_ids: Tensor | None = None
     critic_prompt_lengths: Tensor | None = None  # [batch], on the CPU
     reference_prompt_ids: Tensor | None = None  # those of the reference
     reference_prompt_lengths: Tensor | None = None
-    earned: Tensor | None = None  # [batch, response], rewards before each token, which only the critic reads
-    sampled: Tensor | None = None  # [batch, response], on the CPU, as in `turns`; None if completions are one turn
+    # [batch, response], rewards before each token, which only the critic reads
+    earned: Tensor | None = None
+    # [batch, response], on the CPU, as in `turns`; None if completions are one turn
+    sampled: Tensor | None = None
 
     @classmethod
     def from_token_ids(
@@ -78,7 +85,8 @@ class Sequences:
         other_prompts: Mapping[str, Sequence[Sequence[int]]] | None = None,
         sampled: Sequence[Sequence[int]] | None = None,
     ) -> "Sequences":
-        """Pad lists of token ids; `sampled` has the number of the turn at each sampled token, else 0.
+        """Pad lists of token ids; `sampled` has the number of the turn at each sampled token, else
+        0.
 
         `other_prompts` are those of a role in place of the policy's.
         """
@@ -110,7 +118,9 @@ class Sequences:
         return self._after(self.reference_prompt_ids, self.reference_prompt_lengths)
 
     def _after(self, ids: Tensor | None, lengths: Tensor | None) -> "Sequences":
-        return self if ids is None or lengths is None else replace(self, prompt_ids=ids, prompt_lengths=lengths)
+        if ids is None or lengths is None:
+            return self
+        return replace(self, prompt_ids=ids, prompt_lengths=lengths)
 
     @property
     def lengths(self) -> Tensor:
@@ -141,7 +151,9 @@ class Sequences:
     @property
     def _tokens(self) -> Tensor:
         places = torch.arange(-self.prompt_ids.shape[1], self.completion_ids.shape[1])
-        return (places >= -self.prompt_lengths[:, None]) & (places < self.completion_lengths[:, None])
+        return (places >= -self.prompt_lengths[:, None]) & (
+            places < self.completion_lengths[:, None]
+        )
 
     @property
     def attention_mask(self) -> Tensor:
@@ -155,17 +167,24 @@ class Sequences:
 
     @cached_property
     def _sampled(self) -> tuple[Tensor, ...]:
-        """Rows and positions of the sampled tokens, found on the CPU: on the device, a boolean mask would wait."""
-        return tuple(_send(x, self.completion_ids.device) for x in self._turns.nonzero(as_tuple=True))
+        """Rows and positions of the sampled tokens, found on the CPU: on the device, a boolean
+        mask would wait."""
+        return tuple(
+            _send(x, self.completion_ids.device) for x in self._turns.nonzero(as_tuple=True)
+        )
 
     @cached_property
     def packed(self) -> Packed:
         """All tokens without padding, found on the CPU."""
-        is_token, size, longest = self._tokens, len(self), int(self.lengths.max())
-        send, width = partial(_send, device=self.prompt_ids.device), self.prompt_ids.shape[1]
+        is_token = self._tokens
+        size = len(self)
+        longest = int(self.lengths.max())
+        send = partial(_send, device=self.prompt_ids.device)
+        width = self.prompt_ids.shape[1]
         rows, columns = is_token.nonzero(as_tuple=True)
         positions = columns - (width - self.prompt_lengths)[rows]
-        numbers = is_token.flatten().cumsum(0).view_as(is_token)[:, width:]  # of tokens of completions, from 1
+        # of tokens of completions, from 1
+        numbers = is_token.flatten().cumsum(0).view_as(is_token)[:, width:]
         return Packed(
             self.input_ids.take(send(rows * is_token.shape[1] + columns)),
             send(positions),
@@ -190,14 +209,22 @@ class Sequences:
 
     def to(self, device: torch.device | str) -> "Sequences":
         """Move all tensors except the lengths and `sampled`, which stay on the CPU."""
-        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in ON_CPU}
+        tensors = {
+            name: x
+            for name, x in vars(self).items()
+            if isinstance(x, Tensor) and name not in ON_CPU
+        }
         return replace(self, **{name: x.to(device) for name, x in tensors.items()})
 
     def rows(self, index: Tensor) -> "Sequences":
-        """Select rows (`index` on the CPU) and trim the padding that no completion of them needs."""
+        """Select rows (`index` on the CPU) and trim the padding that no completion of them
+        needs."""
         on_device = index.to(self.prompt_ids.device, non_blocking=True)
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         selected = {name: x[index if name in ON_CPU else on_device] for name, x in tensors.items()}
         width = int(selected["completion_lengths"].max())
-        trimmed = {x: selected[x][:, :width] for x in {"completion_ids", "earned", "sampled"} & selected.keys()}
+        trimmed = {
+            x: selected[x][:, :width]
+            for x in {"completion_ids", "earned", "sampled"} & selected.keys()
+        }
         return Sequences(**selected | trimmed)

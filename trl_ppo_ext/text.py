@@ -1,8 +1,8 @@
 """Token ids of text and of chats, for the policy and for everything that reads its completions.
 
-Text of the dataset is the user's own: special tokens in it are tokens, as when the model is served. What tools,
-environments and pages write, and what the policy samples, is text, whatever it spells: [`protected`] marks the special
-tokens in it, and the functions below keep marked ones as text.
+Text of the dataset is the user's own: special tokens in it are tokens, as when the model is served.
+What tools, environments and pages write, and what the policy samples, is text, whatever it spells:
+[`protected`] marks the special tokens in it, and the functions below keep marked ones as text.
 """
 
 import json
@@ -23,10 +23,13 @@ _TAG = re.compile(r"</?\w+>")
 
 
 def without_none(x: Any) -> Any:
-    """A copy without keys whose value is None: Arrow adds those that other rows have, and templates render them."""
+    """A copy without keys whose value is None: Arrow adds those that other rows have, and
+    templates render them."""
     if isinstance(x, dict):
         return {key: without_none(value) for key, value in x.items() if value is not None}
-    return [without_none(value) for value in x] if isinstance(x, list) else x
+    if isinstance(x, list):
+        return [without_none(value) for value in x]
+    return x
 
 
 def text_only(message: dict) -> dict:
@@ -52,26 +55,34 @@ def prefill(prompt: list[dict]) -> str:
 def _special_tokens(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: str, with_tags: bool = False
 ) -> re.Pattern:
-    """Pattern of the first character of each token that only the tokenizer or the chat template may write."""
+    """Pattern of the first character of each token that only the tokenizer or the chat template
+    may write."""
     patterns = []
     for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
         text = token.content
         is_of_template = bool(text.strip()) and text in template
-        # tokens of a template need not be special; a prompt may name a tag such as <think>, a tool may not write it
+        # tokens of a template need not be special; a prompt may name a tag such as <think>, a tool
+        # may not write it
         if token.special or (is_of_template and (with_tags or not _TAG.fullmatch(text))):
             patterns.append(re.escape(text))
     return re.compile(f"(?=(?:{'|'.join(patterns) or '(?!)'}))(?s:.)")
 
 
-def protected(texts: Any, tokenizer: PreTrainedTokenizerBase, template: Any = None, with_tags: bool = False) -> Any:
+def protected(
+    texts: Any, tokenizer: PreTrainedTokenizerBase, template: Any = None, with_tags: bool = False
+) -> Any:
     """A copy of what others wrote, with a mark in each special token that it spells."""
     if isinstance(texts, str):
         template = str(template or tokenizer.chat_template or "")
-        return _special_tokens(tokenizer, len(tokenizer), template, with_tags).sub(rf"\g<0>{MARK}", texts)
+        return _special_tokens(tokenizer, len(tokenizer), template, with_tags).sub(
+            rf"\g<0>{MARK}", texts
+        )
     if isinstance(texts, dict):
         with_tags = with_tags or texts.get("role") == "tool"
         return dict(protected([*pair], tokenizer, template, with_tags) for pair in texts.items())
-    return [protected(x, tokenizer, template, with_tags) for x in texts] if isinstance(texts, list) else texts
+    if isinstance(texts, list):
+        return [protected(x, tokenizer, template, with_tags) for x in texts]
+    return texts
 
 
 @lru_cache(8)
@@ -86,7 +97,9 @@ def _delimiters(tokenizer: PreTrainedTokenizerBase, vocab_size: int, template: s
     return re.compile("|".join(map(re.escape, sorted(delimiters, key=len, reverse=True))) or "(?!)")
 
 
-def delimiter_in(messages: Sequence[dict], tokenizer: PreTrainedTokenizerBase, template: Any = None) -> str | None:
+def delimiter_in(
+    messages: Sequence[dict], tokenizer: PreTrainedTokenizerBase, template: Any = None
+) -> str | None:
     """The first delimiter of the chat template that a message of the user spells."""
     pattern = _delimiters(tokenizer, len(tokenizer), str(template or tokenizer.chat_template or ""))
     for message in messages:
@@ -96,7 +109,9 @@ def delimiter_in(messages: Sequence[dict], tokenizer: PreTrainedTokenizerBase, t
     return None
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None) -> str | None:
+def end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None
+) -> str | None:
     """The special token with which the chat template ends an answer."""
     answer = "dummy"
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
@@ -122,7 +137,10 @@ def encode_marked(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
     first, *rest = text.split(MARK)
     ids = encoded(first)
-    line = encoded("\n") if rest else []
+    if rest:
+        line = encoded("\n")
+    else:
+        line = []
     for part in rest:
         after = encoded(f"\n{part}")  # some tokenizers add a space before the first word of a text
         ids += after[len(line) :] if after[: len(line)] == line else encoded(part)
@@ -138,7 +156,8 @@ class EncodedText(NamedTuple):
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> EncodedText:
-    """Encode text that is not a chat; special tokens that a script has written into it are not added again."""
+    """Encode text that is not a chat; special tokens that a script has written into it are not
+    added again."""
     own = text.split(MARK)[0]
     whole = tokenizer(own)["input_ids"]
     bare = tokenizer(own, add_special_tokens=False)["input_ids"]
@@ -158,20 +177,27 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> EncodedText:
     return EncodedText(start, ids, end)
 
 
-def encode_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict) -> Any:
+def encode_chat(
+    messages: list[dict], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict
+) -> Any:
     """Token ids of chat messages; what documents, tools and marked text spell is text."""
     template = template_kwargs.get("chat_template")
-    messages = [protected(x, tokenizer, template) if x.get("role") == "tool" else x for x in messages]
+    messages = [
+        protected(x, tokenizer, template) if x.get("role") == "tool" else x for x in messages
+    ]
     of_others = {name: template_kwargs[name] for name in OF_OTHERS if template_kwargs.get(name)}
     kwargs = template_kwargs | protected(of_others, tokenizer, template)
     if MARK not in json.dumps([messages, kwargs], ensure_ascii=False, default=str):
         return tokenizer.apply_chat_template(messages, return_dict=False, **kwargs)
     text = tokenizer.apply_chat_template(messages, **kwargs | {"tokenize": False})
-    return encode_marked(text, tokenizer) if kwargs.get("tokenize", True) else text
+    if kwargs.get("tokenize", True):
+        return encode_marked(text, tokenizer)
+    return text
 
 
 def encode_completed(prompt: Any, completion: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a prompt with a completion, as TRL's `RewardTrainer` builds them, with one BOS and one EOS."""
+    """Token ids of a prompt with a completion, as TRL's `RewardTrainer` builds them, with one
+    BOS and one EOS."""
     completion = protected(completion, tokenizer)
     if is_conversational({"prompt": prompt}):
         return encode_chat(join_messages(prompt, completion), tokenizer, {})
@@ -183,7 +209,8 @@ def encode_completed(prompt: Any, completion: Any, tokenizer: PreTrainedTokenize
 
 
 def join_messages(prompt: list[dict], completion: list[dict]) -> list[dict]:
-    """Messages of a chat whose last answer may have begun in the prompt, with text in place of parts."""
+    """Messages of a chat whose last answer may have begun in the prompt, with text in place of
+    parts."""
     begun = prefill(prompt)
     if completion and begun:
         answer = completion[0] | {"content": begun + completion[0]["content"]}

@@ -56,7 +56,14 @@ from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .private_names import warn_of_missing_names
-from .rewards import ClassifierReward, RewardError, RewardFunc, build_rewards, no_reward, reward_labels
+from .rewards import (
+    ClassifierReward,
+    RewardError,
+    RewardFunc,
+    build_rewards,
+    no_reward,
+    reward_labels,
+)
 from .rewards.model import SequenceScorer
 from .rewards.process import ProcessScorer
 from .rewards.scoring import capture_random_state, fixed_seed, guarded
@@ -75,10 +82,11 @@ logger = logging.get_logger(__name__)
 class PPOTrainer(Trainer):
     """Trainer for Proximal Policy Optimization on one frozen base model.
 
-    The base plays policy (LoRA adapter on), reference (adapter off) and critic (a network on its states, or a
-    value head on its own adapter). The arguments are those of TRL's `GRPOTrainer`.
+    The base plays policy (LoRA adapter on), reference (adapter off) and critic (a network on its
+    states, or a value head on its own adapter). The arguments are those of TRL's `GRPOTrainer`.
 
-    Source: https://huggingface.co/papers/1707.06347, for language models https://huggingface.co/papers/2203.02155
+    Source: https://huggingface.co/papers/1707.06347, for language models
+    https://huggingface.co/papers/2203.02155
 
     Example:
 
@@ -97,44 +105,56 @@ class PPOTrainer(Trainer):
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):
-            The base model. A string is loaded in the run's dtype with `model_init_kwargs`. The adapter of a
-            `PeftModel` starts the policy, and a frozen copy of it is the reference.
-        reward_funcs (`str`, `PreTrainedModel`, [`RewardAdapter`], [`Judge`], `Callable`, or a list of these):
-            Functions with TRL's signature, sequence classifiers (loaded frozen and quantized if given as a string, see
-            `reward_quantization`), adapters on the policy's base, judges, and objects with `name` and `score`. Several
-            are summed with `reward_weights`. With `reference_prompt` there may be none.
+            The base model. A string is loaded in the run's dtype with `model_init_kwargs`. The
+            adapter of a `PeftModel` starts the policy, and a frozen copy of it is the reference.
+        reward_funcs (`str`, `PreTrainedModel`, [`RewardAdapter`], [`Judge`], `Callable`, or a list
+        of these):
+            Functions with TRL's signature, sequence classifiers (loaded frozen and quantized if
+            given as a string, see `reward_quantization`), adapters on the policy's base, judges,
+            and objects with `name` and `score`. Several are summed with `reward_weights`. With
+            `reference_prompt` there may be none.
         args ([`PPOConfig`], *optional*): Config of the run.
         train_dataset (`Dataset` or `IterableDataset`):
-            Rows with a `"prompt"` (text or chat messages); reward functions receive the other columns.
-        eval_dataset (`Dataset`, `IterableDataset` or a `dict` of them, *optional*): Evaluation rows of the same form.
-        processing_class (`PreTrainedTokenizerBase`, *optional*): Tokenizer of the policy. Defaults to the model's.
-        reward_processing_classes (`PreTrainedTokenizerBase` or a list, *optional*): Tokenizers of the classifiers.
+            Rows with a `"prompt"` (text or chat messages); reward functions receive the other
+            columns.
+        eval_dataset (`Dataset`, `IterableDataset` or a `dict` of them, *optional*): Evaluation rows
+        of the same form.
+        processing_class (`PreTrainedTokenizerBase`, *optional*): Tokenizer of the policy. Defaults
+        to the model's.
+        reward_processing_classes (`PreTrainedTokenizerBase` or a list, *optional*): Tokenizers of
+        the classifiers.
         callbacks (`list[TrainerCallback]`, *optional*): Additional callbacks.
-        optimizers (`tuple`, *optional*): Optimizer of all trained weights, and its scheduler. Defaults to AdamW.
-        quantization_config (`BitsAndBytesConfig`, *optional*): Quantization of the base, if `model` is a string.
-        peft_config (`PeftConfig` or `str`, *optional*):
-            Config of the policy's adapter, or path or id of a saved adapter on `model`, which starts the policy.
-            Defaults to LoRA of rank 16.
+        optimizers (`tuple`, *optional*): Optimizer of all trained weights, and its scheduler.
+        Defaults to AdamW.
+        quantization_config (`BitsAndBytesConfig`, *optional*): Quantization of the base, if `model`
+        is a string. peft_config (`PeftConfig` or `str`, *optional*):
+            Config of the policy's adapter, or path or id of a saved adapter on `model`, which
+            starts the policy. Defaults to LoRA of rank 16.
         tools (`list[Callable]`, *optional*):
-            Functions, also asynchronous ones, that the policy may call between its turns. They need type hints and a
-            Google-style docstring, and the chat template must render tool calls.
+            Functions, also asynchronous ones, that the policy may call between its turns. They need
+            type hints and a Google-style docstring, and the chat template must render tool calls.
         rollout_func (`Callable`, *optional*):
-            Function from prompts and this trainer to a `dict` with the `"prompt_ids"` and `"completion_ids"` that it
-            has sampled with the policy. Its other entries are passed to the reward functions.
+            Function from prompts and this trainer to a `dict` with the `"prompt_ids"` and
+            `"completion_ids"` that it has sampled with the policy. Its other entries are passed to
+            the reward functions.
         environment_factory (`Callable` or `dict[str, Callable]`, *optional*):
-            Returns an environment with `reset`: a class whose methods are tools, with or without `get_reward`, as in
-            TRL, or one with `step`. With a dictionary, the column `environment` of a row chooses. See
-            docs/environments.md.
+            Returns an environment with `reset`: a class whose methods are tools, with or without
+            `get_reward`, as in TRL, or one with `step`. With a dictionary, the column `environment`
+            of a row chooses. See docs/environments.md.
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
-            Rewards that are logged but never optimized. If they fall while the reward rises, the reward is hacked.
-        curriculum (`Callable`, *optional*): Weighs the rows of the dataset by their scores. See docs/environments.md.
+            Rewards that are logged but never optimized. If they fall while the reward rises, the
+            reward is hacked.
+        curriculum (`Callable`, *optional*): Weighs the rows of the dataset by their scores. See
+        docs/environments.md.
 
     Raises:
-        `TypeError` or `ValueError`: If an argument is invalid, before anything is trained and, if possible, before
+        `TypeError` or `ValueError`: If an argument is invalid, before anything is trained and, if
+        possible, before
             anything is loaded.
     """
 
-    # a micro-batch is divided by the tokens (or completions) of its whole optimizer step: the Trainer must not divide
+    # a micro-batch is divided by the tokens (or completions) of its whole optimizer step: the
+    # Trainer must not divide
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -143,11 +163,18 @@ class PPOTrainer(Trainer):
         reward_funcs: RewardFunc | list[RewardFunc] | None = None,
         args: PPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase
+        | list[PreTrainedTokenizerBase | None]
+        | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizers: tuple[
+            torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None
+        ] = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | str | None = None,
         tools: list[Callable] | None = None,
@@ -159,14 +186,28 @@ class PPOTrainer(Trainer):
     ):
         # 1. Check the arguments, before anything is loaded.
         check_unknown_arguments(unknown)
-        model_id = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+        if isinstance(model, str):
+            model_id = model
+        else:
+            model_id = getattr(getattr(model, "config", None), "_name_or_path", "")
         if args is None:
             args = PPOConfig(f"{model_id.rstrip('/').split('/')[-1] or 'model'}-PPO")
-        reward_list, monitor_list = as_list(reward_funcs), as_list(monitor_funcs)
+        reward_list = as_list(reward_funcs)
+        monitor_list = as_list(monitor_funcs)
         reward_tokenizers = as_list(reward_processing_classes)
         environments = Environments(tools, environment_factory, rollout_func)
-        given = model, reward_list, monitor_list, args, train_dataset, reward_tokenizers, optimizers[0]
-        check_trainer_arguments(*given, quantization_config, peft_config, eval_dataset, environments, curriculum)
+        given = (
+            model,
+            reward_list,
+            monitor_list,
+            args,
+            train_dataset,
+            reward_tokenizers,
+            optimizers[0],
+        )
+        check_trainer_arguments(
+            *given, quantization_config, peft_config, eval_dataset, environments, curriculum
+        )
         if not (reward_list or environments.give_rewards):
             args = args.without_rewards()
         check_trackers(args.report_to)
@@ -176,16 +217,25 @@ class PPOTrainer(Trainer):
         files.check_links(args.output_dir)
         if args.push_to_hub:
             is_main = args.process_index == 0
-            distributed.on_every_rank(partial(hub.create_repository, args), hub.PushError, runs=is_main)
+            distributed.on_every_rank(
+                partial(hub.create_repository, args), hub.PushError, runs=is_main
+            )
 
         # 2. Tokenize and check every prompt.
         named = tokenizer_name(model_id, peft_config) if processing_class is None else model_id
-        prompts = read_prompts(model, named, processing_class, args, environments, train_dataset, eval_dataset)
-        tokenizer, context_length, template_kwargs, self._tokenize, train_dataset, eval_dataset = prompts
+        prompts = read_prompts(
+            model, named, processing_class, args, environments, train_dataset, eval_dataset
+        )
+        tokenizer, context_length, template_kwargs, self._tokenize, train_dataset, eval_dataset = (
+            prompts
+        )
 
         # 3. Load one base with its adapters, and the rewards.
         if peft_config is None and not isinstance(model, PeftModel) and args.process_index == 0:
-            logger.warning("PPOTrainer trains an adapter, not all weights: without `peft_config`, LoRA of rank 16.")
+            logger.warning(
+                "PPOTrainer trains an adapter, not all weights: without `peft_config`, LoRA of "
+                "rank 16."
+            )
         set_seed(args.seed)  # LoRA weights are drawn when the adapter is created
         actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
         if args.use_liger_kernel:  # for layers only: log-probs are fused already
@@ -196,12 +246,17 @@ class PPOTrainer(Trainer):
             reward_list = reward_list or ([] if environments.give_rewards else [no_reward])
             reward_list += environments.rewards
             reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
-            rewards = build_rewards(reward_list, reward_tokenizers, actor_critic, tokenizer, args, of_rewards)
+            rewards = build_rewards(
+                reward_list, reward_tokenizers, actor_critic, tokenizer, args, of_rewards
+            )
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args, of_monitors)
         check_optimizers(*optimizers, actor_critic)
         has_reward_model = any(isinstance(x, SequenceScorer | ProcessScorer) for x in rewards)
         if has_reward_model and not args.uses_reference and args.process_index == 0:
-            logger.warning("`kl_coef` is 0, and a reward model can be hacked: 0.05 keeps the policy near its base.")
+            logger.warning(
+                "`kl_coef` is 0, and a reward model can be hacked: 0.05 keeps the policy near its "
+                "base."
+            )
         inputs = actor_critic, tokenizer, template_kwargs, rewards, train_dataset, curriculum
         self._inputs = files.fingerprints(*inputs)
 
@@ -214,47 +269,80 @@ class PPOTrainer(Trainer):
             distributed.shard(actor_critic, actor_critic.policy.get_base_model(), self.accelerator)
 
         # 5. Assemble what collects a rollout, and the updates from it.
-        self.actor_critic, self.curriculum = actor_critic, curriculum
+        self.actor_critic = actor_critic
+        self.curriculum = curriculum
         self.plan = args.plan(self.accelerator.num_processes)
         self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         all_sum = partial(self.accelerator.reduce, reduction="sum")
-        player = build_player(actor_critic, tokenizer, args, self.accelerator, environments, context_length, self)
+        player = build_player(
+            actor_critic, tokenizer, args, self.accelerator, environments, context_length, self
+        )
         if args.process_index == 0 and not args.stop_strings:
             stops = player.generator.stop_token_ids
             warn_of_turns_that_go_on(self.train_dataset, tokenizer, prompts.template_kwargs, stops)
         player.run = files.digest_of_run(args, self._inputs)
-        player.begin_next = self._begin_next if args.vllm_options.overlap_rollouts else None
+        if args.vllm_options.overlap_rollouts:
+            player.begin_next = self._begin_next
+        else:
+            player.begin_next = None
         uses_vllm = args.generation_backend == "vllm"
-        sampler = SamplerComparison(args, actor_critic.dtype, all_sum) if uses_vllm else None
-        self.roles = Roles(actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, sampler)
+        if uses_vllm:
+            sampler = SamplerComparison(args, actor_critic.dtype, all_sum)
+        else:
+            sampler = None
+        self.roles = Roles(
+            actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, sampler
+        )
         self.run_state = RunState(args.kl_coef)
         if actor_critic.value_head is not None:
             self.run_state = self.run_state.with_critic(actor_critic.value_head.saved_moments)
         self.reward_func_names = [reward.name for reward in rewards]
         pairs = zip(rewards, reward_list)
-        self.reward_funcs = [x.model if isinstance(x, ClassifierReward) else entry for x, entry in pairs]
-        self.tools, self.tokenizer, self.ref_model = environments.tools, tokenizer, None  # as in TRL with an adapter
+        self.reward_funcs = [
+            x.model if isinstance(x, ClassifierReward) else entry for x, entry in pairs
+        ]
+        # as in TRL with an adapter
+        self.tools = environments.tools
+        self.tokenizer = tokenizer
+        self.ref_model = None
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
-        users = [x for x in callbacks or () if not getattr(x, "__module__", "").startswith("transformers.")]
-        if not users and type(self) is PPOTrainer:  # the user's callbacks and subclasses may add metrics
+        users = [
+            x
+            for x in callbacks or ()
+            if not getattr(x, "__module__", "").startswith("transformers.")
+        ]
+        # the user's callbacks and subclasses may add metrics
+        if not users and type(self) is PPOTrainer:
             check_best_metric(args, eval_dataset, rewards, monitors)
         self.updates = Updates(args, self.plan, self._metrics["train"], all_sum)
-        self.run_log = RunLog(model_id, self.reward_func_names, [x.name for x in monitors], self.plan)
+        self.run_log = RunLog(
+            model_id, self.reward_func_names, [x.name for x in monitors], self.plan
+        )
         self.terminal = Terminal(self.plan, args.disable_tqdm)
-        self.callback_handler.callbacks[-1] = self.terminal  # the Trainer's own printing, which it added last
-        self.callback_handler.callbacks.insert(0, _StepCallback(self))  # before those that may fail at a step's end
+        # the Trainer's own printing, which it added last
+        self.callback_handler.callbacks[-1] = self.terminal
+        # before those that may fail at a step's end
+        self.callback_handler.callbacks.insert(0, _StepCallback(self))
         self.add_callback(self.run_log)
         self._next_rows: list[dict] = []  # of a rollout that was begun
         self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
-        self._takes_step, self._begun, self._last_step, self._save_is_due = True, False, 0, True
+        self._takes_step = True
+        self._begun = False
+        self._last_step = 0
+        self._save_is_due = True
         self._skipped = 0  # optimizer steps in a row
-        self.signals, self.preempted = resume.StopSignals(), False
+        self.signals = resume.StopSignals()
+        self.preempted = False
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
-        self._resumed: tuple[str, dict[str, Tensor]] | None = None  # checkpoint to resume from, and its run state
+        # checkpoint to resume from, and its run state
+        self._resumed: tuple[str, dict[str, Tensor]] | None = None
         self._is_collecting = False
         self._change = files.SettingsChange({}, set())  # from the checkpoint's settings
-        self._return_to_step: Callable[[], None] | None = None  # undoes an unfinished step; None if that is impossible
-        self._process_state = {kind: dict(kind._shared_state) for kind in (PartialState, AcceleratorState)}
+        # undoes an unfinished step; None if that is impossible
+        self._return_to_step: Callable[[], None] | None = None
+        self._process_state = {
+            kind: dict(kind._shared_state) for kind in (PartialState, AcceleratorState)
+        }
 
     @property
     def environments(self) -> list | None:
@@ -269,14 +357,17 @@ class PPOTrainer(Trainer):
     def __getstate__(self) -> Any:
         """Refuse to be pickled: a run is more than an object."""
         raise TypeError(
-            "A `PPOTrainer` cannot be pickled; `save_model()` saves its adapters, and checkpoints the run, which "
-            "`train(resume_from_checkpoint=True)` continues."
+            "A `PPOTrainer` cannot be pickled; `save_model()` saves its adapters, and checkpoints "
+            "the run, which `train(resume_from_checkpoint=True)` continues."
         )
 
     # ---- the algorithm: collect a rollout, then epochs of minibatches ----
 
-    def training_step(self, model: nn.Module, inputs: Rows, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Run one micro-batch; before the first one of a rollout collect it (only this uses `inputs`)."""
+    def training_step(
+        self, model: nn.Module, inputs: Rows, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Run one micro-batch; before the first one of a rollout collect it (only this uses
+        `inputs`)."""
         # 1. Collect a rollout (ppo/rollouts.py).
         begin = time.perf_counter()
         micro_batch = next(self.updates.micro_batches, None)
@@ -284,7 +375,8 @@ class PPOTrainer(Trainer):
             self._collect(inputs)
             micro_batch = next(self.updates.micro_batches)
 
-        # 2. Update: loss (ppo/updates.py) and backward, unless `target_kl` has ended the rollout's updates.
+        # 2. Update: loss (ppo/updates.py) and backward, unless `target_kl` has ended the rollout's
+        # updates.
         start = time.perf_counter()
         is_last = self.accelerator.sync_gradients  # of its optimizer step
         if is_last and self.is_deepspeed_enabled:
@@ -293,33 +385,44 @@ class PPOTrainer(Trainer):
             loss = torch.zeros((), device=self.accelerator.device)
             self._takes_step = not is_last or self.updates.may_step()
         else:
-            loss = super().training_step(model, micro_batch, num_items_in_batch)  # calls `compute_loss`
+            # calls `compute_loss`
+            loss = super().training_step(model, micro_batch, num_items_in_batch)
 
-        # 3. Step: the Trainer takes it, unless it is skipped here, or in `_get_grad_norm` for a non-finite gradient.
+        # 3. Step: the Trainer takes it, unless it is skipped here, or in `_get_grad_norm` for a
+        # non-finite gradient.
         if is_last and not self._takes_step:
             self._skip_step(model)
         elif is_last and not self.updates.trains_policy(self.state.global_step):
             for parameter in self.actor_critic.policy_parameters().values():
-                parameter.grad = None  # without a gradient neither momentum nor weight decay move the policy
-        metrics, end = self._metrics["train"], time.perf_counter()
-        metrics.mean("time/update", (end - start) * self.plan.micro_steps)  # per rollout, as the other times
-        metrics.mean("step_time", (end - begin) * self.plan.gradient_accumulation_steps)  # as in GRPO
+                # without a gradient neither momentum nor weight decay move the policy
+                parameter.grad = None
+        metrics = self._metrics["train"]
+        end = time.perf_counter()
+        # per rollout, as the other times
+        metrics.mean("time/update", (end - start) * self.plan.micro_steps)
+        # as in GRPO
+        metrics.mean("step_time", (end - begin) * self.plan.gradient_accumulation_steps)
         # NaN would stay in the Trainer's running sum, whose own filter waits for the device
         return loss.nan_to_num(0.0, 0.0, 0.0)
 
     def _collect(self, row_numbers: Rows) -> None:
-        numbers, size = [*row_numbers], self.plan.completions_per_process
-        if self.curriculum is not None:  # those of the dataloader are read before the last scores are known
+        numbers = [*row_numbers]
+        size = self.plan.completions_per_process
+        # those of the dataloader are read before the last scores are known
+        if self.curriculum is not None:
             seed = hash((self.args.prompt_seed, self.state.global_step)) % 2**31
             with guarded(seed, self.accelerator.device):
                 drawn = weighted_rows(self.curriculum, self.run_state.played, self.plan, seed)
             numbers = drawn[self.accelerator.process_index * size :][:size]
-        prompts, self._next_rows = self._next_rows or self._read(numbers), []
+        prompts = self._next_rows or self._read(numbers)
+        self._next_rows = []
         self.actor_critic.eval()  # the Trainer's `training_step` returns to train mode
         metrics = self._metrics["train"]
         self._is_collecting = True
         try:
-            rollout, self.run_state, samples = collect(self.roles, prompts, self.run_state, metrics, self.state)
+            rollout, self.run_state, samples = collect(
+                self.roles, prompts, self.run_state, metrics, self.state
+            )
         finally:
             self._is_collecting = False
         if self.curriculum is not None:
@@ -345,23 +448,31 @@ class PPOTrainer(Trainer):
         """Sample the next rollout while this one is scored and learned."""
         step = self.state.global_step + self.plan.optimizer_steps
         if step < self.state.max_steps:
-            size, generator = self.plan.completions_per_process, cast(Any, self.roles.player.generator)
+            size = self.plan.completions_per_process
+            generator = cast(Any, self.roles.player.generator)
             numbers = self._sampler.rollout(step)[self.accelerator.process_index * size :][:size]
             self._next_rows = self._read(numbers)  # a stream returns them only once
             generator.begin([row[PROMPT_IDS] for row in self._next_rows])
 
-    def compute_loss(self, model: nn.Module, inputs: MicroBatch, *args: Any, **kwargs: Any) -> Tensor:
-        """PPO's loss of a micro-batch: its share of the optimizer step's loss, times the number of ranks."""
+    def compute_loss(
+        self, model: nn.Module, inputs: MicroBatch, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """PPO's loss of a micro-batch: its share of the optimizer step's loss, times the number
+        of ranks."""
         # DDP averages gradients over ranks; the denominator is global already
         loss = self.updates.loss(model, inputs) * self.accelerator.num_processes
         if self.accelerator.sync_gradients:  # the last micro-batch of its optimizer step
             self._takes_step = self.updates.may_step()
-            if self.is_deepspeed_enabled and not self._takes_step:  # its backward would take the step
-                loss = distributed.skip_deepspeed_step(loss, model(inputs.rollout.sequences).logprobs)
+            # its backward would take the step
+            if self.is_deepspeed_enabled and not self._takes_step:
+                loss = distributed.skip_deepspeed_step(
+                    loss, model(inputs.rollout.sequences).logprobs
+                )
         return loss
 
     def _measure_updates(self) -> None:
-        """Log the distance of the policy from the one that sampled, after the rollout's last optimizer step."""
+        """Log the distance of the policy from the one that sampled, after the rollout's last
+        optimizer step."""
         if self.state.global_step % self.plan.optimizer_steps:
             return
         was_training = self.actor_critic.training
@@ -373,9 +484,15 @@ class PPOTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Leave clipping to `_get_grad_norm`, which the Trainer calls next."""
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
-        """Clip the gradients of policy and critic; return the policy's norm. Skip the step if one is not finite."""
-        if not self.accelerator.sync_gradients:  # the step is skipped, and a gradient scaler must not count it
+    def _get_grad_norm(
+        self, model: nn.Module, grad_norm: Tensor | float | None = None
+    ) -> Tensor | float:
+        """Clip the gradients of policy and critic; return the policy's norm.
+
+        Skip the step if one is not finite.
+        """
+        # the step is skipped, and a gradient scaler must not count it
+        if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.accelerator.device)
         if self.is_deepspeed_enabled:  # it has clipped them, together
             grad_norm = total = super()._get_grad_norm(model)
@@ -385,12 +502,15 @@ class PPOTrainer(Trainer):
             roles = self.actor_critic.policy_parameters(), self.actor_critic.critic_parameters()
             norms = [nn.utils.clip_grad_norm_(role.values(), bound) for role in roles if role]
             norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-            grad_norm, total = norms[0], sum(norms)
+            grad_norm = norms[0]
+            total = sum(norms)
             for norm in norms[1:]:
                 self._metrics["train"].mean("value/grad_norm", norm)
         if self.accelerator.scaler is None:  # a gradient scaler checks gradients itself
             finite = math.isfinite(float(total))
-            self._metrics["train"].total("skipped_steps", float(not finite and self.is_world_process_zero()))
+            self._metrics["train"].total(
+                "skipped_steps", float(not finite and self.is_world_process_zero())
+            )
             self._skipped = count_skipped(self._skipped, finite, self.state.global_step + 1)
             if not finite:
                 self._skip_step(model)
@@ -399,14 +519,16 @@ class PPOTrainer(Trainer):
     def _skip_step(self, model: nn.Module) -> None:
         """Skip the current optimizer step, but not the step of the learning rate."""
         model.zero_grad()
-        if self.is_deepspeed_enabled:  # it has skipped the step; the Trainer must still step the learning rate
+        # it has skipped the step; the Trainer must still step the learning rate
+        if self.is_deepspeed_enabled:
             self.optimizer.optimizer.overflow = False
         # Accelerate then ignores `optimizer.step()`, as within gradient accumulation
         self.accelerator.gradient_state._set_sync_gradients(False)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the Trainer's optimizer, with `critic_learning_rate` for the critic."""
-        exists, head = self.optimizer is not None, self.actor_critic.value_head
+        exists = self.optimizer is not None
+        head = self.actor_critic.value_head
         learning_rate = self.args.critic_learning_rate or getattr(head, "learning_rate", None)
         optimizer = super().create_optimizer(model)
         if learning_rate is not None and not exists:
@@ -420,69 +542,110 @@ class PPOTrainer(Trainer):
         for kind, state in self._process_state.items():
             kind._shared_state.update(state)
 
-    def _get_dataloader(self, dataset: Any, description: str, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        """Rows to evaluate, or numbers of rows to train on: a rollout's prompts, repeated for its micro-batches."""
+    def _get_dataloader(
+        self, dataset: Any, description: str, is_training: bool = False, **kwargs: Any
+    ) -> DataLoader:
+        """Rows to evaluate, or numbers of rows to train on: a rollout's prompts, repeated for
+        its micro-batches."""
         self._restore_process_state()
         if not is_training:
-            sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+            sets = [self.eval_dataset]
+            if isinstance(self.eval_dataset, dict):
+                sets = list(self.eval_dataset.values())
             if not any(dataset is x for x in sets):  # those were tokenized by the constructor
-                dataset = self._tokenize(dataset, name=f"{'test' if description == 'test' else 'eval'}_dataset")
-            if isinstance(dataset, IterableDataset):  # without a length, rows that fill up ranks could not be told
+                dataset = self._tokenize(
+                    dataset, name=f"{'test' if description == 'test' else 'eval'}_dataset"
+                )
+            # without a length, rows that fill up ranks could not be told
+            if isinstance(dataset, IterableDataset):
                 dataset = list(dataset)
             copies = range(self.args.num_generations_eval or 1)
             dataset = Subset(dataset, [row for row in range(len(dataset)) for _ in copies])
             # even batches: the last one is filled on every rank, by rows that do not count
             count = math.ceil(len(dataset) / self.accelerator.num_processes)
-            kwargs["batch_size"] = math.ceil(count / math.ceil(count / self.args.eval_batch_size)) if count else 1
+            kwargs["batch_size"] = (
+                math.ceil(count / math.ceil(count / self.args.eval_batch_size)) if count else 1
+            )
             return super()._get_dataloader(dataset, description, **kwargs)
         self.updates.reset()  # drop the unfinished rollouts of an earlier `train()`
-        self.roles.player.generator.ahead, self._next_rows = None, []
-        self._tokens_since_log, self._last_log = 0, time.perf_counter()
+        self.roles.player.generator.ahead = None
+        self._next_rows = []
+        self._tokens_since_log = 0
+        self._last_log = time.perf_counter()
 
         def steps() -> tuple[int, int]:
-            step, last = self.state.global_step, self.state.max_steps
-            stops = [x for x in self.callback_handler.callbacks if isinstance(x, EarlyStoppingCallback)]
-            ended = any(x.early_stopping_patience_counter >= x.early_stopping_patience for x in stops)
-            return last if step and ended else step, last  # a run that was stopped early is not continued
+            step = self.state.global_step
+            last = self.state.max_steps
+            stops = [
+                x for x in self.callback_handler.callbacks if isinstance(x, EarlyStoppingCallback)
+            ]
+            ended = any(
+                x.early_stopping_patience_counter >= x.early_stopping_patience for x in stops
+            )
+            # a run that was stopped early is not continued
+            return last if step and ended else step, last
 
         if isinstance(dataset, IterableDataset):
             self._train_rows = StreamedRows(dataset, self.plan.prompts)
-            numbers = range(-(-self.args.max_steps // self.plan.optimizer_steps) * self.plan.prompts)
+            numbers = range(
+                -(-self.args.max_steps // self.plan.optimizer_steps) * self.plan.prompts
+            )
         else:
-            self._train_rows, numbers = dataset, range(len(dataset))
+            self._train_rows = dataset
+            numbers = range(len(dataset))
         if self.curriculum is not None:
-            self.run_state = self.run_state._replace(played=torch.zeros(2, len(numbers), dtype=torch.float64))
+            self.run_state = self.run_state._replace(
+                played=torch.zeros(2, len(numbers), dtype=torch.float64)
+            )
         shuffles = self.args.shuffle_dataset and not isinstance(dataset, IterableDataset)
-        self._sampler = sampler = RolloutSampler(len(numbers), self.plan, shuffles, self.args.prompt_seed, steps)
+        self._sampler = sampler = RolloutSampler(
+            len(numbers), self.plan, shuffles, self.args.prompt_seed, steps
+        )
         kwargs |= {"batch_size": self.plan.completions_per_process, "sampler_fn": lambda _: sampler}
-        return super()._get_dataloader(cast(Dataset, numbers), description, is_training=True, **kwargs)
+        return super()._get_dataloader(
+            cast(Dataset, numbers), description, is_training=True, **kwargs
+        )
 
     # ---- evaluation and logging ----
 
-    def prediction_step(self, model: nn.Module, inputs: Rows, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
+    def prediction_step(
+        self, model: nn.Module, inputs: Rows, *args: Any, **kwargs: Any
+    ) -> tuple[None, None, None]:
         """Sample and score, and add to the metrics."""
-        gradient_state, num_valid = self.accelerator.gradient_state, len(inputs)
+        gradient_state = self.accelerator.gradient_state
+        num_valid = len(inputs)
         if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
             # the last batch is filled with rows from the beginning, which count once
-            num_valid = max(gradient_state.remainder - self.accelerator.process_index * len(inputs), 0)
+            num_valid = max(
+                gradient_state.remainder - self.accelerator.process_index * len(inputs), 0
+            )
         metrics = self._metrics["eval"]
-        self._samples["eval"] = sample(self.roles, inputs, self.run_state, metrics, self.state, num_valid)
+        self._samples["eval"] = sample(
+            self.roles, inputs, self.run_state, metrics, self.state, num_valid
+        )
         return None, None, None
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
-        """Run the Trainer's loop with its own random numbers, and add the metrics of the samples."""
+        """Run the Trainer's loop with its own random numbers, and add the metrics of the
+        samples."""
         if self._is_collecting:
             raise RuntimeError(
-                "`evaluate` and `predict` must not be called while a rollout is collected, e.g. by a reward function "
-                "or an environment; call them in a `TrainerCallback`, or set `eval_strategy`."
+                "`evaluate` and `predict` must not be called while a rollout is collected, e.g. "
+                "by a reward function or an environment; call them in a `TrainerCallback`, or set "
+                "`eval_strategy`."
             )
         self._metrics["eval"].load_state_dict({})  # of an evaluation that failed
         with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
-        if "reward" not in metrics and (best := self.args.metric_for_best_model):  # all fail: NaN, never the best
-            metrics[f"eval_{best.removeprefix('eval_')}".removeprefix(f"{metric_key_prefix}_")] = math.nan
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        # all fail: NaN, never the best
+        if "reward" not in metrics and (best := self.args.metric_for_best_model):
+            metrics[f"eval_{best.removeprefix('eval_')}".removeprefix(f"{metric_key_prefix}_")] = (
+                math.nan
+            )
+        output.metrics.update(
+            {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        )
         return output
 
     def _compute_metrics(self, mode: str) -> dict[str, float]:
@@ -498,9 +661,14 @@ class PPOTrainer(Trainer):
             if self._tokens_since_log:
                 now = time.perf_counter()
                 logs["tokens_per_second"] = self._tokens_since_log / (now - self._last_log)
-                self._tokens_since_log, self._last_log = 0, now
+                self._tokens_since_log = 0
+                self._last_log = now
         super().log(logs, start_time)
-        mode = "eval" if logs.keys().isdisjoint(("loss", "train_loss")) else "train"  # of any `metric_key_prefix`
+        # of any `metric_key_prefix`
+        if logs.keys().isdisjoint(("loss", "train_loss")):
+            mode = "eval"
+        else:
+            mode = "train"
         samples = self._samples.pop(mode, None)
         if samples is None or not self.accelerator.is_main_process:
             return
@@ -510,45 +678,75 @@ class PPOTrainer(Trainer):
             table = completions_table(samples, self.run_log.rewards, self.run_log.monitors, step)
             print_completions(table, step, self.args.num_completions_to_print)
             save_completions(table, cast(str, self.args.output_dir), step, mode)
-            key = "eval/completions" if mode == "eval" else "completions"
+            if mode == "eval":
+                key = "eval/completions"
+            else:
+                key = "completions"
             log_completions(cast(list, self.args.report_to), table, step, key)
 
     # ---- training, from the beginning or from a checkpoint ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
-        """Train, from the beginning or from a checkpoint (a path, or `True` for the latest valid one).
+        """Train, from the beginning or from a checkpoint (a path, or `True` for the latest valid
+        one).
 
-        The default is the config's `resume_from_checkpoint`. `False` begins anew in a directory that has checkpoints.
-        Exits with code 75 after SIGTERM, SIGINT or SIGHUP, once a checkpoint is saved. An error that ends the run
-        first saves a checkpoint of the last optimizer step, which a note of the exception names.
+        The default is the config's `resume_from_checkpoint`. `False` begins anew in a directory
+        that has checkpoints. Exits with code 75 after SIGTERM, SIGINT or SIGHUP, once a checkpoint
+        is saved. An error that ends the run first saves a checkpoint of the last optimizer step,
+        which a note of the exception names.
         """
         if self.train_dataset is None:
-            needed = "pass it to PPOTrainer, or set `max_steps` if an environment writes the prompts"
+            needed = (
+                "pass it to PPOTrainer, or set `max_steps` if an environment writes the prompts"
+            )
             raise ValueError(f"`train_dataset` must be a dataset to train on, got None; {needed}.")
-        self._resumed, self.preempted, checkpoint, self._return_to_step = None, False, None, None
+        self._resumed = None
+        self.preempted = False
+        checkpoint = None
+        self._return_to_step = None
         self._change = files.SettingsChange({}, set())
         self._metrics["train"].load_state_dict({})  # of a training that failed
         self._validity.clear()
         self._restore_process_state()
         check_callbacks(self.callback_handler.callbacks)
-        set_seed(self.args.seed, device_specific=True)  # what was drawn since the constructor must not matter
-        output_dir, is_writer = self.args.output_dir, self.args.should_save
-        source = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        source = {"true": True, "false": False, "none": None}.get(str(source).lower(), source)  # of a command line
+        # what was drawn since the constructor must not matter
+        set_seed(self.args.seed, device_specific=True)
+        output_dir = self.args.output_dir
+        is_writer = self.args.should_save
+        source = (
+            self.args.resume_from_checkpoint
+            if resume_from_checkpoint is None
+            else resume_from_checkpoint
+        )
+        # of a command line
+        source = {"true": True, "false": False, "none": None}.get(str(source).lower(), source)
         with resume.locked(output_dir, is_writer):
             if source:
-                self._resumed = checkpoint, _ = resume.find_checkpoint(self, source, output_dir, is_writer)
+                self._resumed = checkpoint, _ = resume.find_checkpoint(
+                    self, source, output_dir, is_writer
+                )
             # a checkpoint of another directory begins a new run in this one
-            in_place = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
+            in_place = (
+                checkpoint is not None
+                and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
+            )
             # a second training must not be mixed with the first one's checkpoints either
-            resumed_from = checkpoint if in_place else None
-            resume.check_directory(output_dir, is_writer, source is False or self._begun, resumed_from)
+            if in_place:
+                resumed_from = checkpoint
+            else:
+                resumed_from = None
+            resume.check_directory(
+                output_dir, is_writer, source is False or self._begun, resumed_from
+            )
             if not in_place:  # answers to the episodes of an earlier run
-                answers = partial(shutil.rmtree, Path(output_dir, record.ANSWERS), ignore_errors=True)
+                answers = partial(
+                    shutil.rmtree, Path(output_dir, record.ANSWERS), ignore_errors=True
+                )
                 distributed.on_every_rank(answers, runs=is_writer)
             self._begun = True
             # the Trainer would apply the kernels to the actor-critic, in vain
-            uses_liger, self.args.use_liger_kernel = self.args.use_liger_kernel, False
+            uses_liger = self.args.use_liger_kernel
+            self.args.use_liger_kernel = False
             with self.signals.watched():
                 try:
                     output = super().train(checkpoint, *args, **kwargs)
@@ -561,23 +759,33 @@ class PPOTrainer(Trainer):
                     self.args.use_liger_kernel = uses_liger
         if self.preempted:
             if self.accelerator.num_processes > 1:
-                self.end()  # otherwise a rank that exits may abort the others, and change their exit code
-            raise (resume.Interrupted if self.signals.received == signal.SIGINT else SystemExit)(resume.PREEMPTED)
+                # otherwise a rank that exits may abort the others, and change their exit code
+                self.end()
+            raise (resume.Interrupted if self.signals.received == signal.SIGINT else SystemExit)(
+                resume.PREEMPTED
+            )
         if self.signals.received is not None:  # after the last step, when no step could handle it
             signal.raise_signal(self.signals.received)
         return output
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, checkpoint: Any) -> Any:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, checkpoint: Any
+    ) -> Any:
         prepare = super()._prepare_for_training
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             distributed.forget_evaluation(self)
             return prepare(max_steps, train_dataloader, checkpoint)
-        return distributed.prepare_sharded(self, partial(prepare, max_steps, train_dataloader), checkpoint)
+        return distributed.prepare_sharded(
+            self, partial(prepare, max_steps, train_dataloader), checkpoint
+        )
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         files.load_actor_critic_weights(self.actor_critic, resume_from_checkpoint)
         saved = RunState.from_json(files.load_state(resume_from_checkpoint)["run"])
-        self.run_state = saved._replace(played=self.run_state.played)  # a tensor, which `load_run_state` restores
+        # a tensor, which `load_run_state` restores
+        self.run_state = saved._replace(played=self.run_state.played)
         if self.args.kl_target is None:  # a constant coefficient is the config's
             self.run_state = self.run_state._replace(kl_coef=self.args.kl_coef)
 
@@ -585,48 +793,68 @@ class PPOTrainer(Trainer):
         resume.load_rates(self, partial(super()._load_optimizer_and_scheduler, checkpoint))
 
     def _load_callback_state(self) -> None:
-        """Leave callbacks to [`_StepCallback`]: the Trainer would replace the script's objects by new ones."""
+        """Leave callbacks to [`_StepCallback`]: the Trainer would replace the script's objects
+        by new ones."""
 
     def _load_best_model(self) -> None:
-        files.load_actor_critic_weights(self.actor_critic, cast(str, self.state.best_model_checkpoint))
+        files.load_actor_critic_weights(
+            self.actor_critic, cast(str, self.state.best_model_checkpoint)
+        )
         if self.actor_critic.value_head is not None:
             self.run_state = self.run_state.with_critic(self.actor_critic.value_head.saved_moments)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
-        """Log, evaluate and save; then keep what the next optimizer step changes before it is complete."""
+        """Log, evaluate and save; then keep what the next optimizer step changes before it is
+        complete."""
         self._return_to_step = lambda: None  # this step is complete: there is nothing to undo
-        step, state = self.state.global_step, self.state
+        step = self.state.global_step
+        state = self.state
         ends = float(state.epoch).is_integer() or step >= state.max_steps
-        # the Trainer calls this after every step, and again at the end of an epoch, and the last step waits for that:
-        # a checkpoint would lack what is due then
-        first_at_step, self._last_step = step != self._last_step, step
-        due = not ends if first_at_step else ends or not self.preempted
+        # the Trainer calls this after every step, and again at the end of an epoch, and the last
+        # step waits for that: a checkpoint would lack what is due then
+        first_at_step = step != self._last_step
+        self._last_step = step
+        if first_at_step:
+            due = not ends
+        else:
+            due = ends or not self.preempted
         if due and step > self._initial_global_step:  # otherwise the run had ended already
-            self._save_is_due = self.control.should_save or self.args.save_strategy == SaveStrategy.BEST
+            self._save_is_due = (
+                self.control.should_save or self.args.save_strategy == SaveStrategy.BEST
+            )
             self.control.should_save |= self.preempted
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
-        restore_random_state, loss = capture_random_state(self.accelerator.device), self._tr_loss.clone()
-        metrics, run_state, skipped = self._metrics["train"].state_dict(), self.run_state, self._skipped
-        stopped_early, tokens = self.updates.stopped_early, state.num_input_tokens_seen
+        restore_random_state = capture_random_state(self.accelerator.device)
+        loss = self._tr_loss.clone()
+        metrics = self._metrics["train"].state_dict()
+        run_state = self.run_state
+        skipped = self._skipped
+        stopped_early = self.updates.stopped_early
+        tokens = state.num_input_tokens_seen
         ahead = self.roles.player.generator.ahead
 
         def return_to_step() -> None:
             restore_random_state()
-            self._tr_loss, self.run_state, self._skipped = loss, run_state, skipped
-            self.updates.stopped_early, self.state.num_input_tokens_seen = stopped_early, tokens
+            self._tr_loss = loss
+            self.run_state = run_state
+            self._skipped = skipped
+            self.updates.stopped_early = stopped_early
+            self.state.num_input_tokens_seen = tokens
             self.roles.player.generator.ahead = ahead
             self._metrics["train"].load_state_dict(metrics)
 
         self._return_to_step = return_to_step
 
     def _finalize_training(self, *args, **kwargs) -> Any:
-        """Finalize training; keep the checkpoint of a signal, and skip a damaged best checkpoint."""
+        """Finalize training; keep the checkpoint of a signal, and skip a damaged best
+        checkpoint."""
         self._return_to_step = None  # the weights may become those of the best checkpoint
         if self.preempted:
             step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             if Path(self.args.output_dir, step) not in self._validity:
-                self._save_checkpoint(self.model, None)  # e.g. with `save_strategy="best"`, it is not saved yet
+                # e.g. with `save_strategy="best"`, it is not saved yet
+                self._save_checkpoint(self.model, None)
             self.callback_handler.on_train_end(self.args, self.state, self.control)
             self._finish_current_push()
             self.is_in_train = False
@@ -637,8 +865,8 @@ class PPOTrainer(Trainer):
     def end(self) -> None:
         """Finish the trackers and leave the process group, once, at the very end of a script."""
         self.accelerator.wait_for_everyone()
-        # DDP's reducer must not hold the last reference to the process group: it would destroy the group while holding
-        # the GIL, and deadlock
+        # DDP's reducer must not hold the last reference to the process group: it would destroy the
+        # group while holding the GIL, and deadlock
         self.model_wrapped = self.model
         self.accelerator.free_memory()
         super().end()
@@ -655,9 +883,14 @@ class PPOTrainer(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _write_model(self, directory: str, final_directory: str, weights: dict[str, Tensor]) -> None:
+    def _write_model(
+        self, directory: str, final_directory: str, weights: dict[str, Tensor]
+    ) -> None:
         files.save_actor_critic(self.actor_critic, directory, weights, self.run_state.critic)
-        state = {"run": self.run_state.to_json(), "settings": files.run_settings(self.args) | self._inputs}
+        state = {
+            "run": self.run_state.to_json(),
+            "settings": files.run_settings(self.args) | self._inputs,
+        }
         Path(directory, files.STATE).write_text(json.dumps(state, indent=2))
         self.processing_class.save_pretrained(directory)
         hub.model_card(self, final_directory).save(os.path.join(directory, "README.md"))
@@ -666,21 +899,29 @@ class PPOTrainer(Trainer):
         """Write a checkpoint, delete older ones, and push it."""
         final = save.write_checkpoint(self)
         if final is not None and self.args.should_save:
-            rotate(final, self.args.save_total_limit, self.state.best_model_checkpoint, self._validity)
+            rotate(
+                final, self.args.save_total_limit, self.state.best_model_checkpoint, self._validity
+            )
         if final is not None and self.args.push_to_hub:
             hub.push_in_background(self, str(final))
 
-    def create_model_card(self, model_name: Any = None, dataset_name: Any = None, tags: Any = None, **fields) -> None:
-        """Write the model card of the run to its output directory; `fields` are further metadata of the card."""
+    def create_model_card(
+        self, model_name: Any = None, dataset_name: Any = None, tags: Any = None, **fields
+    ) -> None:
+        """Write the model card of the run to its output directory; `fields` are further metadata
+        of the card."""
         if self.is_world_process_zero():
             fields |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
-            hub.model_card(self, self.args.output_dir, **fields).save(os.path.join(self.args.output_dir, "README.md"))
+            hub.model_card(self, self.args.output_dir, **fields).save(
+                os.path.join(self.args.output_dir, "README.md")
+            )
 
     push_to_hub = hub.push_run
 
 
 class _StepCallback(TrainerCallback):
-    """Restores progress when training begins; after every step measures the updates, and stops on a signal."""
+    """Restores progress when training begins; after every step measures the updates, and stops
+    on a signal."""
 
     def __init__(self, trainer: PPOTrainer):
         self.trainer = trainer
@@ -702,7 +943,9 @@ class _StepCallback(TrainerCallback):
                 for attribute, value in saved["attributes"].items():
                     setattr(callback, attribute, value)
         # the run may have been moved, and then the Trainer has dropped the path, or copied
-        best = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).best_model_checkpoint
+        best = TrainerState.load_from_json(
+            os.path.join(checkpoint, TRAINER_STATE_NAME)
+        ).best_model_checkpoint
         if best and (here := Path(args.output_dir, Path(best).name)).is_dir():
             state.best_model_checkpoint = str(here)
 
@@ -713,7 +956,8 @@ class _StepCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         """Measure the updates of a rollout, and agree on all ranks whether to stop."""
         trainer = self.trainer
-        trainer._return_to_step = lambda: None  # this step is complete, also if a callback fails now
+        # this step is complete, also if a callback fails now
+        trainer._return_to_step = lambda: None
         trainer._measure_updates()
         received = trainer.signals.received is not None
         if trainer.accelerator.num_processes > 1:

@@ -1,7 +1,9 @@
-"""Fields of TRL's `GRPOConfig` and of its last `PPOConfig`, accepted by [`PPOConfig`] under TRL's names.
+"""Fields of TRL's `GRPOConfig` and of its last `PPOConfig`, accepted by [`PPOConfig`] under TRL's
+names.
 
-A field with the same meaning sets ours. Others are accepted at values that change nothing, and refused at the rest;
-names.yaml lists them. Checkpoints and logs show ours only, and no other module reads these names.
+A field with the same meaning sets ours. Others are accepted at values that change nothing, and
+refused at the rest; names.yaml lists them. Checkpoints and logs show ours only, and no other module
+reads these names.
 """
 
 import re
@@ -29,22 +31,47 @@ def _choose(name: str, value: Any, options: dict[Any, Settings], why: str) -> Se
 
 
 def _loss_type(config: Any, value: str) -> Settings:
-    means = {"dapo": "token", "grpo": "sequence_mean", "luspo": "sequence_sum", "dr_grpo": "constant"}
+    means = {
+        "dapo": "token",
+        "grpo": "sequence_mean",
+        "luspo": "sequence_sum",
+        "dr_grpo": "constant",
+    }
     options = {name: {"loss_aggregation": mean} for name, mean in means.items()}
-    return _choose("loss_type", value, options, "'bnpo' depends on the micro-batch, others are not PPO's clipped loss")
+    return _choose(
+        "loss_type",
+        value,
+        options,
+        "'bnpo' depends on the micro-batch, others are not PPO's clipped loss",
+    )
 
 
 def _scale_rewards(config: Any, value: Any) -> Settings:
-    scale, options = {True: "group", False: "none"}.get(value, value), dict[Any, Settings]()
+    scale = {True: "group", False: "none"}.get(value, value)
+    options = dict[Any, Settings]()
     if config.critic == "none":
-        options |= {"group": {"advantage_estimator": "grpo"}, "none": {"advantage_estimator": "dr_grpo"}}
+        options |= {
+            "group": {"advantage_estimator": "grpo"},
+            "none": {"advantage_estimator": "dr_grpo"},
+        }
     else:  # no groups are compared; what remains is whether advantages are scaled
-        options |= {"group": {}, "batch": {"whiten_advantages": True}, "none": {"whiten_advantages": False}}
+        options |= {
+            "group": {},
+            "batch": {"whiten_advantages": True},
+            "none": {"whiten_advantages": False},
+        }
         if scale == "group" or (scale == "none" and config.normalize_values is not False):
-            needed = "`critic='none'`" if scale == "group" else "`normalize_values=False` too"
-            message = "`scale_rewards=%r` needs %s; a critic's advantages are in units of the returns."
+            if scale == "group":
+                needed = "`critic='none'`"
+            else:
+                needed = "`normalize_values=False` too"
+            message = (
+                "`scale_rewards=%r` needs %s; a critic's advantages are in units of the returns."
+            )
             logger.warning(message, value, needed)
-    return _choose("scale_rewards", scale, options, f"advantages are those of `critic={config.critic!r}`")
+    return _choose(
+        "scale_rewards", scale, options, f"advantages are those of `critic={config.critic!r}`"
+    )
 
 
 def _num_mini_batches(config: Any, steps: int) -> Settings:
@@ -53,25 +80,35 @@ def _num_mini_batches(config: Any, steps: int) -> Settings:
         needed = f"a multiple or a divisor of `gradient_accumulation_steps` ({accumulation})"
         raise ValueError(f"`steps_per_generation` must be {needed}, got {steps}.")
     if steps < accumulation:  # several rollouts of one policy are one, sampled in parts
-        return {"num_mini_batches": 1, "per_device_generation_batch_size": steps * config.per_device_train_batch_size}
+        return {
+            "num_mini_batches": 1,
+            "per_device_generation_batch_size": steps * config.per_device_train_batch_size,
+        }
     return {"num_mini_batches": steps // accumulation}
 
 
 def _with_clip(config: Any, settings: Settings) -> Settings:
     """Settings of GRPO's clip, with GRPO's default of `epsilon` unless it is set."""
-    return settings if config.cliprange else settings | {"cliprange": 0.2}
+    if config.cliprange:
+        return settings
+    return settings | {"cliprange": 0.2}
 
 
 def _dual_clip(config: Any, delta: float) -> Settings:
     high = config.cliprange_high or config.cliprange or 0.2
     if delta < 1 + high:  # then GRPO clips positive advantages at `delta` too
-        raise ValueError(f"`delta` must be at least 1 + the upper clip range ({high}), got {delta}; omit it.")
+        raise ValueError(
+            f"`delta` must be at least 1 + the upper clip range ({high}), got {delta}; omit it."
+        )
     return _with_clip(config, {"dual_clip": delta})
 
 
 _FORWARD_BATCH_SIZES = "per_device_generation_batch_size", "per_device_reward_batch_size"
-ANY, NO_EFFECT = ..., "Already the case, or without effect."
-_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, str)} | {"int | str": int | str}
+ANY = ...
+NO_EFFECT = "Already the case, or without effect."
+_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, str)} | {
+    "int | str": int | str
+}
 # of fields whose value determines the settings: functions from config and value
 _SETTINGS: dict[str, Callable[[Any, Any], Settings]] = {
     "epsilon_high": lambda config, high: _with_clip(config, {"cliprange_high": high}),
@@ -81,22 +118,30 @@ _SETTINGS: dict[str, Callable[[Any, Any], Settings]] = {
     "loss_type": _loss_type,
     "scale_rewards": _scale_rewards,
     # GRPO weighs k3 by the ratio, which gives a token the gradient of its own k1 in the reward
-    "use_bias_correction_kl": lambda _, on: {} if on else {"kl_estimator": "k3", "kl_placement": "loss"},
+    "use_bias_correction_kl": lambda _, on: (
+        {} if on else {"kl_estimator": "k3", "kl_placement": "loss"}
+    ),
     "use_vllm": lambda _, on: {"generation_backend": "vllm" if on else "transformers"},
     "local_rollout_forward_batch_size": lambda _, n: dict.fromkeys(_FORWARD_BATCH_SIZES, n),
     "stop_token_id": lambda _, token: {"stop_token_ids": [token]},
 }
 TABLES = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
-# name: type; accepted values besides None; the field of PPOConfig that it sets (with the key of a mapping), a function
-# from config and value to such fields, or why other values are refused
+# name: type; accepted values besides None; the field of PPOConfig that it sets (with the key of a
+# mapping), a function from config and value to such fields, or why other values are refused
 NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
-    name: (_TYPES[x["type"]], x.get("only", ANY), _SETTINGS.get(name) or x.get("sets") or x.get("why", NO_EFFECT))
+    name: (
+        _TYPES[x["type"]],
+        x.get("only", ANY),
+        _SETTINGS.get(name) or x.get("sets") or x.get("why", NO_EFFECT),
+    )
     for name, x in TABLES["fields"].items()
 }
 # what happens instead of what a field means in TRL
 INSTEAD = {name: x["says"] for name, x in TABLES["fields"].items() if "says" in x}
 # keys of `generation_kwargs` that are fields
-_SAMPLING = {key: key for key in "temperature top_p top_k min_p repetition_penalty stop_strings".split()}
+_SAMPLING = {
+    key: key for key in "temperature top_p top_k min_p repetition_penalty stop_strings".split()
+}
 _SAMPLING["max_new_tokens"] = "max_completion_length"
 # True by default, which adds the flags --no_NAME
 _ON = {"ds3_gather_for_generation", "log_multimodal", "use_bias_correction_kl"}
@@ -110,11 +155,16 @@ def _field(name: str) -> tuple[str, Any, Any]:
     elif accepted is not ANY:
         help_text = f"{accepted} only: {effect}."
     elif isinstance(effect, str):
-        help_text = effect if effect == NO_EFFECT else f"Sets `{effect}`."
+        if effect == NO_EFFECT:
+            help_text = effect
+        else:
+            help_text = f"Sets `{effect}`."
     metadata: dict[str, Any] = {"help": help_text}
     if kind is bool and name not in _ON:
         metadata |= {"nargs": "?", "const": True}  # --use_vllm is --use_vllm true
-    hint = dict | str if kind is dict else kind
+    hint: Any = kind
+    if kind is dict:
+        hint = dict | str
     return name, hint | None, field(default=True if name in _ON else None, metadata=metadata)
 
 
@@ -123,14 +173,15 @@ TRLFields: Any = make_dataclass("TRLFields", map(_field, NAMES))
 
 def _set(config: Any, name: str, settings: Settings) -> None:
     """Set fields of PPOConfig from a field of TRL, which gets its default; mappings are merged."""
-    fields, value = config.__dataclass_fields__, getattr(config, name)
+    fields = config.__dataclass_fields__
+    value = getattr(config, name)
     for ours, new in settings.items():
         old = getattr(config, ours)
         merges = isinstance(old, dict) and isinstance(new, dict)
         if (old | new != new | old) if merges else old not in (fields[ours].default, new):
             raise ValueError(
-                f"`{name}` is {shown(name, value)}, which sets `{ours}` to {shown(ours, new)}, but `{ours}` is "
-                f"{shown(ours, old)}; remove one of the two."
+                f"`{name}` is {shown(name, value)}, which sets `{ours}` to {shown(ours, new)}, but "
+                f"`{ours}` is {shown(ours, old)}; remove one of the two."
             )
         setattr(config, ours, old | new if merges else new)
     setattr(config, name, fields[name].default)
@@ -138,17 +189,31 @@ def _set(config: Any, name: str, settings: Settings) -> None:
 
 def moved(config: Any, kwargs: Settings) -> Settings | None:
     """Set the fields of PPOConfig that are keys of `generation_kwargs`, and return the others."""
-    _set(config, "generation_kwargs", {_SAMPLING[key]: x for key, x in kwargs.items() if key in _SAMPLING})
-    return {key: x for key, x in kwargs.items() if key not in _SAMPLING and (key, x) != ("do_sample", True)} or None
+    _set(
+        config,
+        "generation_kwargs",
+        {_SAMPLING[key]: x for key, x in kwargs.items() if key in _SAMPLING},
+    )
+    return {
+        key: x
+        for key, x in kwargs.items()
+        if key not in _SAMPLING and (key, x) != ("do_sample", True)
+    } or None
 
 
 @contextmanager
 def applied(config: Any) -> Iterator[None]:
     """Set the config's fields from TRL's; errors raised within the context name both."""
-    sources, idle = dict[str, str](), []
+    sources = dict[str, str]()
+    idle = []
     for name, (_, accepted, effect) in NAMES.items():
-        value, settings = getattr(config, name), Settings()
-        if value is None or value is config.__dataclass_fields__[name].default or name == "total_episodes":
+        value = getattr(config, name)
+        settings = Settings()
+        if (
+            value is None
+            or value is config.__dataclass_fields__[name].default
+            or name == "total_episodes"
+        ):
             continue
         if accepted not in (ANY, value):
             needed = "omitted" if accepted is None else f"{accepted!r} or omitted"
@@ -166,7 +231,9 @@ def applied(config: Any) -> Iterator[None]:
         _set(config, name, settings)
         sources |= dict.fromkeys(settings, name)
     if idle:
-        logger.warning("Fields of TRL that are already the case, or without effect: %s.", ", ".join(idle))
+        logger.warning(
+            "Fields of TRL that are already the case, or without effect: %s.", ", ".join(idle)
+        )
     try:
         yield
         if config.total_episodes is not None:
@@ -174,7 +241,11 @@ def applied(config: Any) -> Iterator[None]:
             rollouts = -(-config.total_episodes // plan.completions)
             _set(config, "total_episodes", {"max_steps": rollouts * plan.optimizer_steps})
     except ValueError as error:
-        used = [f"`{name}` sets `{ours}`." for ours, name in sources.items() if re.search(rf"`{ours}\b", str(error))]
+        used = [
+            f"`{name}` sets `{ours}`."
+            for ours, name in sources.items()
+            if re.search(rf"`{ours}\b", str(error))
+        ]
         if used:
             raise ValueError(" ".join([str(error), *used])) from error
         raise
@@ -184,4 +255,6 @@ def remedy_of(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """What to do with an unknown name; empty if nothing like it is known."""
     if name in TABLES["unknown"]:
         return TABLES["unknown"][name]
-    return "".join(f"did you mean `{match}`?" for match in get_close_matches(name, known, 1, cutoff))
+    return "".join(
+        f"did you mean `{match}`?" for match in get_close_matches(name, known, 1, cutoff)
+    )

@@ -1,7 +1,8 @@
 """Instructions whose fulfilment a rule can check: what to write about, how, and the checks.
 
-The kinds are 22 of the 25 kinds of IFEval (https://huggingface.co/papers/2311.07911), two of them split into upper and
-lower limits. Wordings, topics and checks are our own. The last wording of each kind is held out, and so are topics.
+The kinds are 22 of the 25 kinds of IFEval (https://huggingface.co/papers/2311.07911), two of them
+split into upper and lower limits. Wordings, topics and checks are our own. The last wording of each
+kind is held out, and so are topics.
 """
 
 import json
@@ -12,26 +13,33 @@ from itertools import takewhile
 from typing import NamedTuple
 
 TASKS = (
-    "Write a short note about {}.|Tell me something about {}.|Describe {} to a child.|Write an ad for {}.|"
-    "Write a letter to a friend about {}.|Give advice to someone who is new to {}.|What is good about {}?|"
-    "Write a poem on {}.|Write a blog post on {}.|Explain why people care about {}.|Write a tweet about {}.|"
-    "Write a story in which {} matters.|Can you write an essay on {}?|Write a song about {}.|Draft an email about {}.|"
-    "What are the pros and cons of {}?|I want to know more about {}.|Write a riddle about {}.|"
-    "Write a product description for {}.|Write a dialogue between two people about {}."
+    "Write a short note about {}.|Tell me something about {}.|Describe {} to a child.|Write "
+    "an ad for {}.|Write a letter to a friend about {}.|Give advice to someone who is new to "
+    "{}.|What is good about {}?|Write a poem on {}.|Write a blog post on {}.|Explain why "
+    "people care about {}.|Write a tweet about {}.|Write a story in which {} matters.|Can "
+    "you write an essay on {}?|Write a song about {}.|Draft an email about {}.|What are the "
+    "pros and cons of {}?|I want to know more about {}.|Write a riddle about {}.|Write a "
+    "product description for {}.|Write a dialogue between two people about {}."
 ).split("|")
 TOPICS = (
-    "bread|rivers|old maps|chess|night trains|gardening|sleep|honey bees|volcanoes|running|paper|public libraries|"
-    "tea|the moon|bicycles|dogs|saving money|learning to swim|winter|clocks|photography|football|street markets|soap|"
-    "the sea|job interviews|a lost key|birds|cooking rice|moving house|a small museum|mountain huts|video calls|jazz|"
-    "the first day at school|coffee shops|electric cars|a startup|Roman roads|the weather in Iceland|yoga|a resume|"
-    "computer science|snakes|a wedding|basketball|ancient Egypt|healthy food|a summer camp|math homework|grandparents|"
-    "a new phone|space travel|camping|the violin|a dinner party"
+    "bread|rivers|old maps|chess|night trains|gardening|sleep|honey "
+    "bees|volcanoes|running|paper|public libraries|tea|the moon|bicycles|dogs|saving "
+    "money|learning to swim|winter|clocks|photography|football|street markets|soap|the sea|job "
+    "interviews|a lost key|birds|cooking rice|moving house|a small museum|mountain huts|video "
+    "calls|jazz|the first day at school|coffee shops|electric cars|a startup|Roman roads|the "
+    "weather in Iceland|yoga|a resume|computer science|snakes|a wedding|basketball|ancient "
+    "Egypt|healthy food|a summer camp|math homework|grandparents|a new phone|space "
+    "travel|camping|the violin|a dinner party"
 ).split("|")
 HELD_OUT_TOPICS = (
-    "lighthouses|cheese|being on time|owls|first aid|pianos|the desert|neighbors|recycling|kites|a broken phone|spices"
+    "lighthouses|cheese|being on time|owls|first aid|pianos|the "
+    "desert|neighbors|recycling|kites|a broken phone|spices"
 ).split("|")
-WORDS = "time people water light small river work happy morning simple strong quiet friend story change".split()
-EXAMPLES = "this|this part|highlighted text|a good day"  # of titles and highlights; a copy does not count
+WORDS = (
+    "time people water light small river work happy morning simple strong quiet friend story change"
+).split()
+# of titles and highlights; a copy does not count
+EXAMPLES = "this|this part|highlighted text|a good day"
 ENDINGS = "That is all I know.|Is there anything else?|Now it is your turn.|Thank you for reading."
 
 
@@ -92,7 +100,12 @@ def shared_end(text: str, value: str) -> float:
     """Share of a phrase, word by word, with which a text ends."""
     phrase = value.lower().split()
     return max(
-        (n / len(phrase) for n in range(1, len(phrase) + 1) if ended(text).endswith(" ".join(phrase[:n]))), default=0
+        (
+            n / len(phrase)
+            for n in range(1, len(phrase) + 1)
+            if ended(text).endswith(" ".join(phrase[:n]))
+        ),
+        default=0,
     )
 
 
@@ -200,7 +213,8 @@ CONSTRAINTS = {
     ),
     "bullets": Constraint(
         [
-            "Answer with exactly {} bullet points. Use markdown bullets such as: * This is a point.",
+            "Answer with exactly {} bullet points. Use markdown bullets such as: * This is a "
+            "point.",
             "Your reply must be a list of exactly {} bullet points, in markdown (* point).",
             "There should be exactly {} bullets, like: * one point",
             "Put it into {} bullet points, each on a line that begins with *",
@@ -222,7 +236,8 @@ CONSTRAINTS = {
     ),
     "sections": Constraint(
         [
-            "Your answer must have {} sections. Mark the beginning of each with SECTION X, such as: SECTION 1",
+            "Your answer must have {} sections. Mark the beginning of each with SECTION X, such "
+            "as: SECTION 1",
             "Split it into {} sections that begin with SECTION and a number, such as SECTION 2.",
             "Divide your reply into {} parts that are labeled SECTION 1 and so on.",
         ],
@@ -361,7 +376,8 @@ CONSTRAINTS = {
         [""],
         lambda text, _: paragraphs(text, "******") == 2 and text.count("******") == 1,
         lambda text, _: (
-            min(text.count("******"), 1) / 2 + (paragraphs(text, "******") == 2 == text.count("******") + 1) / 2
+            min(text.count("******"), 1) / 2
+            + (paragraphs(text, "******") == 2 == text.count("******") + 1) / 2
         ),
     ),
     "capital words": Constraint(
@@ -377,7 +393,8 @@ CONSTRAINTS = {
     ),
     "repeat": Constraint(
         [
-            "First repeat the request word for word without change, then answer. The request to repeat: {}",
+            "First repeat the request word for word without change, then answer. The request to "
+            "repeat: {}",
             "Before you answer, repeat this sentence exactly: {}",
             "Repeat the following sentence without change, and only then answer it: {}",
             "Copy this request before you give your answer: {}",
@@ -398,22 +415,32 @@ CONTRARY = [  # kinds that one text cannot fulfil together, or only by chance
     {"forbidden", "keyword"},
     {"forbidden", "repeated keyword"},
 ]
-HELD_OUT_VALUES = {"repeat": [task.format(topic) for task in TASKS[4:8] for topic in HELD_OUT_TOPICS[:6]]}
+HELD_OUT_VALUES = {
+    "repeat": [task.format(topic) for task in TASKS[4:8] for topic in HELD_OUT_TOPICS[:6]]
+}
 
 
 def requests(number: int, seed: int, held_out: bool = False) -> list[dict]:
-    """Prompts of one constraint, or of two in a third of them, with the names and values of what they ask for."""
-    draw, rows, kinds = random.Random(seed), [], list(CONSTRAINTS)
+    """Prompts of one constraint, or of two in a third of them, with the names and values of what
+    they ask for."""
+    draw = random.Random(seed)
+    rows = []
+    kinds = list(CONSTRAINTS)
     for place in range(number):
         names = [kinds[place % len(kinds)]]
         others = [name for name in kinds if {name, names[0]} not in CONTRARY and name != names[0]]
         names += draw.sample(others, k=bool(others) and draw.random() < 1 / 3)
         topic = draw.choice(HELD_OUT_TOPICS if held_out else TOPICS)
-        parts, values = [draw.choice(TASKS).format(topic)], []
+        parts = [draw.choice(TASKS).format(topic)]
+        values = []
         for name in names:
             constraint = CONSTRAINTS[name]
             *shown, unseen = constraint.wordings
-            values.append(draw.choice(HELD_OUT_VALUES.get(name, constraint.values) if held_out else constraint.values))
+            values.append(
+                draw.choice(
+                    HELD_OUT_VALUES.get(name, constraint.values) if held_out else constraint.values
+                )
+            )
             parts.append((unseen if held_out else draw.choice(shown)).format(values[-1]))
         content = [{"role": "user", "content": " ".join(parts)}]
         rows.append({"prompt": content, "names": names, "values": values})
@@ -427,19 +454,26 @@ def fulfilled(text: str, names: list[str], values: list[str]) -> list[bool]:
 
 
 def fresh(text: str) -> float:
-    """Share of a text that is new words, from 0 to 1: one for every 8 characters, and fewer after 320, as in prose.
+    """Share of a text that is new words, from 0 to 1: one for every 8 characters, and fewer after
+    320, as in prose.
 
     Prose has about 1. Repetition, lists of marks and answers of a word or two have less.
     """
-    length, new = max(len(text), 40), len(set(re.findall(r"[a-z]{3,}", text.lower())))
+    length = max(len(text), 40)
+    new = len(set(re.findall(r"[a-z]{3,}", text.lower())))
     return min(new / min(length / 8, 40 * (length / 320) ** 0.75), 1)
 
 
-def progress(completions: list, names: list[list[str]], values: list[list[str]], **kwargs) -> list[float]:
-    """The reward: how far an answer fulfils its constraints, on average, times how much of it is new words."""
+def progress(
+    completions: list, names: list[list[str]], values: list[list[str]], **kwargs
+) -> list[float]:
+    """The reward: how far an answer fulfils its constraints, on average, times how much of it is
+    new words."""
     scores = []
     for turns, kinds, asked in zip(completions, names, values):
         text = turns[0]["content"]
-        share = sum(CONSTRAINTS[kind].progress(text, value) for kind, value in zip(kinds, asked)) / len(kinds)
+        share = sum(
+            CONSTRAINTS[kind].progress(text, value) for kind, value in zip(kinds, asked)
+        ) / len(kinds)
         scores.append(share * fresh(text))
     return scores

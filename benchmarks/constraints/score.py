@@ -19,7 +19,10 @@ from peft import PeftModel
 from smollm2 import base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PROMPTS, SEED, LENGTH, BATCH = 288, 1, 256, 96
+PROMPTS = 288
+SEED = 1
+LENGTH = 256
+BATCH = 96
 
 
 @torch.inference_mode()
@@ -32,7 +35,9 @@ def answers(model: torch.nn.Module, tokenizer, prompts: list[list[dict]]) -> lis
             turns, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
         outputs = model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
-        texts += tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        texts += tokenizer.batch_decode(
+            outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
     return texts
 
 
@@ -42,8 +47,11 @@ def shares(name: str, checks: list[float]) -> str:
 
 
 def main() -> None:
-    """Print the share of fulfilled constraints by kind, and of prompts with all that they ask for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print the share of fulfilled constraints by kind, and of prompts with all that they ask
+    for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("adapters", nargs="*", help="folders; the base is always scored")
     parser.add_argument("--output", help="file for prompts and answers, as JSON")
     options = parser.parse_args()
@@ -56,13 +64,17 @@ def main() -> None:
             model = PeftModel.from_pretrained(model, adapter)
         texts[adapter or "base"] = answers(model, tokenizer, [row["prompt"] for row in rows])
     checks = {
-        name: [fulfilled(text, row["names"], row["values"]) for text, row in zip(texts[name], rows)] for name in texts
+        name: [fulfilled(text, row["names"], row["values"]) for text, row in zip(texts[name], rows)]
+        for name in texts
     }
 
     def of_kinds(kinds: list[str]) -> list[float]:
         return [
             statistics.mean(
-                x for each, row in zip(all_checks, rows) for x, kind in zip(each, row["names"]) if kind in kinds
+                x
+                for each, row in zip(all_checks, rows)
+                for x, kind in zip(each, row["names"])
+                if kind in kinds
             )
             for all_checks in checks.values()
         ]
@@ -71,7 +83,11 @@ def main() -> None:
     for kind in CONSTRAINTS:
         print(shares(kind, of_kinds([kind])))
     print(shares("all kinds", of_kinds(list(CONSTRAINTS))))
-    print(shares("prompts, all they ask", [statistics.mean(map(all, each)) for each in checks.values()]))
+    print(
+        shares(
+            "prompts, all they ask", [statistics.mean(map(all, each)) for each in checks.values()]
+        )
+    )
     if options.output:
         Path(options.output).write_text(json.dumps({"requests": rows, "answers": texts}, indent=1))
 

@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct learns to follow instructions that rules can check.
 
-python benchmarks/constraints/train.py --seed 0      # 43 minutes on one core, with other programs beside it
+python benchmarks/constraints/train.py --seed 0      # 43 minutes on one core, with other programs
+beside it
 """
 
 import argparse
@@ -41,14 +42,18 @@ class Until(TrainerCallback):
 
 def main() -> None:
     """Train an adapter of 5 MB."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--rollouts", type=int, default=25)
     parser.add_argument("--completions", type=int, default=64, help="per rollout, a multiple of 4")
     parser.add_argument("--tokens", type=int, default=64, help="of a completion, at most")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no rollout begins after them")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="no rollout begins after them"
+    )
     parser.add_argument("--output_dir", default="runs/constraints")
     options = parser.parse_args()
     args = PPOConfig(
@@ -72,8 +77,12 @@ def main() -> None:
         model=base_model(),
         reward_funcs=by_token(progress, AutoTokenizer.from_pretrained(base_model())),
         args=args,
-        train_dataset=Dataset.from_list(requests(options.rollouts * options.completions, options.seed)),
-        peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        train_dataset=Dataset.from_list(
+            requests(options.rollouts * options.completions, options.seed)
+        ),
+        peft_config=LoraConfig(
+            r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
         callbacks=[Until(options.seconds)],
     )
     trainer.train()

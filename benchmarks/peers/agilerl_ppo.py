@@ -1,8 +1,10 @@
-"""PPO steps of AgileRL 2.58.0's LLMPPO: python benchmarks/peers/agilerl_ppo.py SHAPE DTYPE STEPS [GENERATE].
+"""PPO steps of AgileRL 2.58.0's LLMPPO: python benchmarks/peers/agilerl_ppo.py SHAPE DTYPE STEPS
+[GENERATE].
 
-GENERATE is `batch` (default: all prompts in one `generate` call) or `each` (one call a prompt, as AgileRL's own
-rollout collector drives it without vLLM). Policy, reference and critic are three LoRA adapters on one frozen base,
-the critic with a value head of its own; the base is shared. Adapters are in float32 whatever the base's dtype.
+GENERATE is `batch` (default: all prompts in one `generate` call) or `each` (one call a prompt, as
+AgileRL's own rollout collector drives it without vLLM). Policy, reference and critic are three LoRA
+adapters on one frozen base, the critic with a value head of its own; the base is shared. Adapters
+are in float32 whatever the base's dtype.
 """
 
 import sys
@@ -15,8 +17,8 @@ import torch
 from common import EPOCHS, LORA, model, prompts, report, resident, shape_of, tokenizer
 from peft import LoraConfig
 
-# Its LLM modules want `liger-kernel` installed on Linux, and then use Triton kernels, which do not run on a CPU.
-# As on the platforms for which it has no Liger, the models keep their stock modules.
+# Its LLM modules want `liger-kernel` installed on Linux, and then use Triton kernels, which do not
+# run on a CPU. As on the platforms for which it has no Liger, the models keep their stock modules.
 agilerl.HAS_LIGER_KERNEL = agilerl.HAS_LIGER_KERNEL and torch.cuda.is_available()
 from agilerl.algorithms import LLMPPO
 
@@ -24,7 +26,8 @@ BASELINE = resident()
 
 
 def agent_of(shape, dtype: torch.dtype) -> LLMPPO:
-    """Agent with its defaults, except for sizes, epochs and features that are off in the other programs."""
+    """Agent with its defaults, except for sizes, epochs and features that are off in the other
+    programs."""
     with tempfile.TemporaryDirectory() as path:
         model(shape, dtype).save_pretrained(path)
         return LLMPPO(
@@ -48,10 +51,14 @@ def agent_of(shape, dtype: torch.dtype) -> LLMPPO:
 
 
 def observations(shape, generate: str) -> list[list[dict]]:
-    """Four batches of prompts as inputs of `get_action`: one mapping of all rows, or one per row."""
+    """Four batches of prompts as inputs of `get_action`: one mapping of all rows, or one per
+    row."""
     words = tokenizer(shape)
     rows = torch.tensor([words(text)["input_ids"] for text in prompts(shape, 4 * shape.batch)])
-    size = shape.batch if generate == "batch" else 1
+    if generate == "batch":
+        size = shape.batch
+    else:
+        size = 1
     return [[{"input_ids": ids} for ids in batch.split(size)] for batch in rows.split(shape.batch)]
 
 
@@ -59,18 +66,27 @@ def main(name: str, dtype: str, steps: int, generate: str = "batch") -> None:
     if generate not in ("batch", "each"):
         raise ValueError(f"GENERATE is {generate!r}; use 'batch' or 'each'")
     shape = shape_of(name)
-    weights = torch.bfloat16 if dtype == "bf16" else torch.float32
+    if dtype == "bf16":
+        weights = torch.bfloat16
+    else:
+        weights = torch.float32
     agent = agent_of(shape, weights)
-    classifier = model(shape, weights, classifier=True, seed=1).eval().requires_grad_(False).to(agent.device)
+    classifier = (
+        model(shape, weights, classifier=True, seed=1).eval().requires_grad_(False).to(agent.device)
+    )
     given = observations(shape, generate)
-    seconds, lengths, phases = [], set(), []
+    seconds = []
+    lengths = set()
+    phases = []
     for step in range(steps):
         ticks = [time.perf_counter()]
         token_ids, masks, _ = agent.get_action(given[step % len(given)])
         ticks.append(time.perf_counter())
         ids = torch.cat(token_ids)
         with torch.no_grad():
-            rewards = classifier(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, 0].float()
+            rewards = (
+                classifier(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, 0].float()
+            )
         ticks.append(time.perf_counter())
         agent.learn((token_ids, masks, rewards))
         ticks.append(time.perf_counter())

@@ -19,7 +19,13 @@ from transformers import (
 )
 
 EPOCHS = 4
-LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+LORA = {
+    "r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.0,
+    "target_modules": "all-linear",
+    "task_type": "CAUSAL_LM",
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,9 @@ SHAPES = {
 
 def shape_of(name: str) -> Shape:
     """Shape by name, or from `"vocabulary,hidden,layers,batch,prompt,response"`."""
-    return SHAPES[name] if name in SHAPES else Shape(*map(int, name.split(",")))
+    if name in SHAPES:
+        return SHAPES[name]
+    return Shape(*map(int, name.split(",")))
 
 
 def model(shape: Shape, dtype: torch.dtype, classifier: bool = False, seed: int = 0):
@@ -73,10 +81,16 @@ def tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
     """Tokenizer with one token per word."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>"]
     words = [f"w{i}" for i in range(shape.vocabulary - len(special))]
-    inner = Tokenizer(models.WordLevel({x: i for i, x in enumerate([*special, *words])}, unk_token="<unk>"))
+    inner = Tokenizer(
+        models.WordLevel({x: i for i, x in enumerate([*special, *words])}, unk_token="<unk>")
+    )
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
     )
 
 
@@ -112,9 +126,14 @@ class Clock(TrainerCallback):
 
 
 def report(seconds: list[float], baseline: float, warmup: int = 1, **more) -> None:
-    """Print the measurements as the last line: seconds of each step, and MiB above those after the imports."""
+    """Print the measurements as the last line: seconds of each step, and MiB above those after
+    the imports."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - baseline
-    result = {"seconds": seconds[warmup:], "median": statistics.median(seconds[warmup:]), "peak_mib": peak} | more
+    result = {
+        "seconds": seconds[warmup:],
+        "median": statistics.median(seconds[warmup:]),
+        "peak_mib": peak,
+    } | more
     print("\n" + json.dumps(result))
     sys.stdout.flush()
     os._exit(0)  # exclude the shutdown

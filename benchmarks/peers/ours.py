@@ -1,4 +1,5 @@
-"""PPO steps of this package: python benchmarks/peers/ours.py SHAPE DTYPE STEPS [FIELD=VALUE ...]."""
+"""PPO steps of this package: python benchmarks/peers/ours.py SHAPE DTYPE STEPS [FIELD=VALUE
+...]."""
 
 import json
 import sys
@@ -16,7 +17,10 @@ BASELINE = resident()
 
 def main(name: str, dtype: str, steps: int, fields: dict) -> None:
     shape = shape_of(name)
-    weights = torch.bfloat16 if dtype == "bf16" else torch.float32
+    if dtype == "bf16":
+        weights = torch.bfloat16
+    else:
+        weights = torch.float32
     clock = Clock(EPOCHS)
     settings = {
         "use_cpu": not torch.cuda.is_available(),
@@ -48,10 +52,17 @@ def main(name: str, dtype: str, steps: int, fields: dict) -> None:
     )
     trainer.train()
     logs = [log for log in trainer.state.log_history if "time/generate" in log][1:]
-    phases = {p: sum(log[f"time/{p}"] for log in logs) / len(logs) for p in ("generate", "score", "forward", "update")}
+    phases = {
+        p: sum(log[f"time/{p}"] for log in logs) / len(logs)
+        for p in ("generate", "score", "forward", "update")
+    }
     lengths = {log["completions/mean_length"] for log in logs}
     report(clock.seconds, BASELINE, phases=phases, completion_lengths=sorted(lengths))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], int(sys.argv[3]), {k: json.loads(v) for k, v in (a.split("=", 1) for a in sys.argv[4:])})
+    main(
+        *sys.argv[1:3],
+        int(sys.argv[3]),
+        {k: json.loads(v) for k, v in (a.split("=", 1) for a in sys.argv[4:])},
+    )

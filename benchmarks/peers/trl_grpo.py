@@ -1,4 +1,5 @@
-"""Steps of TRL's GRPOTrainer, as many iterations: python benchmarks/peers/trl_grpo.py SHAPE DTYPE STEPS."""
+"""Steps of TRL's GRPOTrainer, as many iterations: python benchmarks/peers/trl_grpo.py SHAPE
+DTYPE STEPS."""
 
 import sys
 import tempfile
@@ -14,7 +15,10 @@ BASELINE = resident()
 
 def main(name: str, dtype: str, steps: int) -> None:
     shape = shape_of(name)
-    weights = torch.bfloat16 if dtype == "bf16" else torch.float32
+    if dtype == "bf16":
+        weights = torch.bfloat16
+    else:
+        weights = torch.float32
     clock = Clock(EPOCHS)
     trainer = GRPOTrainer(
         model=model(shape, weights),
@@ -46,7 +50,11 @@ def main(name: str, dtype: str, steps: int) -> None:
     )
     trainer.train()
     logs = [log for log in trainer.state.log_history if "completions/mean_length" in log][1:]
-    report(clock.seconds, BASELINE, completion_lengths=sorted({log["completions/mean_length"] for log in logs}))
+    report(
+        clock.seconds,
+        BASELINE,
+        completion_lengths=sorted({log["completions/mean_length"] for log in logs}),
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ BASELINE = resident()
 
 
 def main(name: str, dtype: str, steps: int) -> None:
-    shape, words = shape_of(name), tokenizer(shape_of(name))
+    shape = shape_of(name)
+    words = tokenizer(shape_of(name))
     words.padding_side = "left"
     clock = Clock(1)
     rows = {"input_ids": [words(text)["input_ids"] for text in prompts(shape, 4 * shape.batch)]}

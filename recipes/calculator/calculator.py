@@ -5,7 +5,8 @@ import operator
 import re
 
 INSTRUCTION = "Use the calculator. End with only the answer, as a number, after ####."
-LONGEST = 200  # characters of an expression: numbers stay small enough for the process of the training
+# characters of an expression: numbers stay small enough for the process of the training
+LONGEST = 200
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -50,7 +51,9 @@ def to_prompt(row: dict) -> dict[str, list[dict[str, str]]]:
 def number(text: str) -> float | None:
     """Return the number after the last ####, or None."""
     matches = _ANSWER.findall(text)
-    return float(matches[-1].replace(",", "")) if matches else None
+    if matches:
+        return float(matches[-1].replace(",", ""))
+    return None
 
 
 def correct(completions: list, answer: list[str], **kwargs) -> list[float]:

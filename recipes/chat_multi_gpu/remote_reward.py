@@ -15,8 +15,8 @@ from trl_ppo_ext.text import encode_completed
 class RemoteReward(HttpReward):
     """Sequence classifier behind `/classify` of `vllm serve`.
 
-    It gets the token ids that a classifier in the run would get, up to the one at which that reads its score: vLLM
-    reads the last one. Its raw output is the score.
+    It gets the token ids that a classifier in the run would get, up to the one at which that reads
+    its score: vLLM reads the last one. Its raw output is the score.
 
     Args:
         url (`str`): Address of the server, e.g. `http://localhost:8001`.
@@ -39,7 +39,10 @@ class RemoteReward(HttpReward):
 
     def _read(self, answer: Any) -> float:
         outputs = answer["data"][0]["probs"]
-        label = 0 if self.label is None and len(outputs) == 1 else self.label
+        if self.label is None and len(outputs) == 1:
+            label = 0
+        else:
+            label = self.label
         if label not in range(len(outputs)):
             raise ValueError(f"`label` must be one of its {len(outputs)} outputs, got {self.label}")
         return float(outputs[label])

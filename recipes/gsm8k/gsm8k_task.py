@@ -14,12 +14,16 @@ def to_prompt(row: dict) -> dict[str, list[dict[str, str]]]:
 def number(text: str) -> float | None:
     """Return the number after the last ####, or None."""
     matches = _ANSWER.findall(text)
-    return float(matches[-1].replace(",", "")) if matches else None
+    if matches:
+        return float(matches[-1].replace(",", ""))
+    return None
 
 
 def correct(completions: list, answer: list[str], **kwargs) -> list[float]:
     """Return 1 if the number is that of the dataset's solution, else 0."""
-    pairs = [(number(text), number(solution)) for text, solution in zip(_texts(completions), answer)]
+    pairs = [
+        (number(text), number(solution)) for text, solution in zip(_texts(completions), answer)
+    ]
     return [float(result is not None and result == expected) for result, expected in pairs]
 
 

@@ -10,8 +10,12 @@ from datasets import load_dataset
 from trl_ppo_ext import StepResult
 
 CORPUS = "rajpurkar/squad"  # or the directory of a dataset with a column `context`
-PASSAGES, LONGEST = 2, 1000  # passages per search, and characters of each
-INSTRUCTION = "Search for passages until you know the answer. Then give it, in as few words as possible."
+# passages per search, and characters of each
+PASSAGES = 2
+LONGEST = 1000
+INSTRUCTION = (
+    "Search for passages until you know the answer. Then give it, in as few words as possible."
+)
 _ARTICLES = {"a", "an", "the"}
 
 
@@ -29,7 +33,8 @@ class BM25:
     """Inverted index of passages with BM25 weights."""
 
     def __init__(self, passages: list[str], k1: float = 1.2, b: float = 0.75):
-        self.passages, self.postings = passages, defaultdict(list)
+        self.passages = passages
+        self.postings = defaultdict(list)
         counts = [Counter(words(passage)) for passage in passages]
         mean = sum(count.total() for count in counts) / len(counts)
         for number, count in enumerate(counts):
@@ -40,9 +45,12 @@ class BM25:
     def top(self, query: str, k: int) -> list[str]:
         """Return the best passages."""
         scores: Counter = Counter()
-        for word in dict.fromkeys(words(query)):  # in their order: the order of a set differs between processes
+        # in their order: the order of a set differs between processes
+        for word in dict.fromkeys(words(query)):
             postings = self.postings.get(word, [])
-            rarity = math.log(1 + (len(self.passages) - len(postings) + 0.5) / (len(postings) + 0.5))
+            rarity = math.log(
+                1 + (len(self.passages) - len(postings) + 0.5) / (len(postings) + 0.5)
+            )
             for number, weight in postings:
                 scores[number] += rarity * weight
         return [self.passages[number] for number, _ in scores.most_common(k)]
@@ -52,7 +60,9 @@ class BM25:
 def index() -> BM25:
     """Index the corpus, once per process."""
     splits = load_dataset(CORPUS)
-    return BM25([*dict.fromkeys(passage for split in splits.values() for passage in split["context"])])
+    return BM25(
+        [*dict.fromkeys(passage for split in splits.values() for passage in split["context"])]
+    )
 
 
 class Search:
@@ -74,7 +84,9 @@ class Search:
         """
         passages = [passage[:LONGEST] for passage in self.index.top(query, PASSAGES)]
         text = "\n\n".join(passages) or "No passage has any of these words."
-        has_answer = any(f" {' '.join(answer)} " in f" {' '.join(words(text))} " for answer in self.answers)
+        has_answer = any(
+            f" {' '.join(answer)} " in f" {' '.join(words(text))} " for answer in self.answers
+        )
         reward = 0.2 * (has_answer and not self.found)  # paid once
         self.found |= has_answer
         return StepResult(text, reward=reward)

@@ -1,9 +1,11 @@
-"""A pretrained chat model learns to write positive reviews, from a frozen 4-bit reward model; another rule judges.
+"""A pretrained chat model learns to write positive reviews, from a frozen 4-bit reward model;
+another rule judges.
 
     make demo
 
-SmolLM2-135M-Instruct comes from the package index. A reward model is fitted on the same base and loaded in NF4. PPO
-trains an adapter against it. TextBlob, which nothing has optimized, judges reviews of things that were not trained.
+SmolLM2-135M-Instruct comes from the package index. A reward model is fitted on the same base and
+loaded in NF4. PPO trains an adapter against it. TextBlob, which nothing has optimized, judges
+reviews of things that were not trained.
 """
 
 import os
@@ -33,7 +35,8 @@ SETTINGS = {
     "per_device_train_batch_size": 16,
     "max_completion_length": LENGTH,
     "kl_coef": 0.02,  # a reward model can be hacked
-    "model_init_kwargs": {"dtype": "float32"},  # faster than bfloat16 on CPUs without its instructions
+    # faster than bfloat16 on CPUs without its instructions
+    "model_init_kwargs": {"dtype": "float32"},
     "gradient_checkpointing": False,
     "use_cpu": True,
     "report_to": "none",
@@ -48,7 +51,9 @@ def main() -> None:
     logging.set_verbosity_error()
     with timed("SmolLM2-135M-Instruct, from the package index"):
         base = base_model()
-    with timed("Reward model: six layers of the base, taught VADER's opinion of the base's own reviews"):
+    with timed(
+        "Reward model: six layers of the base, taught VADER's opinion of the base's own reviews"
+    ):
         correlation = train_reward_model(base, OUTPUT / "reward_model")
         print(f"correlation with VADER on things that were not trained: {correlation:.2f}")
     with timed("PPO: policy, reference and critic on one base, the reward model in 4 bits"):
@@ -65,7 +70,9 @@ def align(base: str) -> None:
         reward_funcs=str(OUTPUT / "reward_model"),
         args=PPOConfig(str(OUTPUT / "ppo"), resume_from_checkpoint="false", **SETTINGS),
         train_dataset=Dataset.from_dict({"prompt": openings(THINGS)}),
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(
+            r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
         monitor_funcs=textblob,  # logged, never optimized
     )
     trainer.train()
@@ -74,7 +81,8 @@ def align(base: str) -> None:
 
 def give_verdict(base: str) -> None:
     """Compare reviews of the base and of the adapter, which is an ordinary one."""
-    prompts, tokenizer = openings(THINGS_HELD_OUT) * 4, AutoTokenizer.from_pretrained(base)
+    prompts = openings(THINGS_HELD_OUT) * 4
+    tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     texts = {}
     for name, adapter in (("before", None), ("after", OUTPUT / "ppo")):
@@ -86,7 +94,10 @@ def give_verdict(base: str) -> None:
         polarity = textblob(completions)
         positive = sum(x > 0 for x in polarity) / len(polarity)
         mean = sum(polarity) / len(polarity)
-        print(f"{name:7} {positive:4.0%} positive, polarity {mean:5.2f}, {distinct(completions):.0%} distinct words")
+        print(
+            f"{name:7} {positive:4.0%} positive, polarity {mean:5.2f}, {distinct(completions):.0%} "
+            "distinct words"
+        )
     for number in range(0, 40, 4):
         print(f"\n{prompts[number]} ...")
         for name, completions in texts.items():

@@ -1,4 +1,5 @@
-"""Positive reviews: openings to continue, the rule that labels them, and another one that judges."""
+"""Positive reviews: openings to continue, the rule that labels them, and another one that
+judges."""
 
 from functools import cache
 from itertools import product
@@ -6,11 +7,15 @@ from itertools import product
 from textblob import TextBlob
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-THINGS = "hotel restaurant movie book camera phone service room food staff trip concert game laptop album course"
+THINGS = (
+    "hotel restaurant movie book camera phone service room food staff trip concert game laptop "
+    "album course"
+)
 THINGS_HELD_OUT = "museum jacket flight bakery"
 WAYS = (
-    "The {} was|I bought the {} because|My experience with the {} was|When I first saw the {}, I|We thought the {}|"
-    "After a week with the {}, I|People say that the {} is|To be honest, the {}|The {} that we chose|Their {} is"
+    "The {} was|I bought the {} because|My experience with the {} was|When I first saw the "
+    "{}, I|We thought the {}|After a week with the {}, I|People say that the {} is|To be "
+    "honest, the {}|The {} that we chose|Their {} is"
 ).split("|")
 
 

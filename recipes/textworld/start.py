@@ -15,8 +15,9 @@ from text_games import SIZES, rows, walkthrough
 
 SHOWN = 8  # games of each size, which are not played later
 START = Path("runs/SmolLM2-135M-textworld")
-# SmolLM2's, with marks for the supervised loss. A call of `command` is the text of a turn, and its answer one of the
-# user, so that environments with tools, as TRL has them, read and write the same tokens.
+# SmolLM2's, with marks for the supervised loss. A call of `command` is the text of a turn, and its
+# answer one of the user, so that environments with tools, as TRL has them, read and write the same
+# tokens.
 TEMPLATE = """{%- for m in messages -%}
 {{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\\n' }}
 {%- if m.role == 'assistant' -%}
@@ -37,7 +38,10 @@ RESPONSES = {
             "close_pattern": r"<\|im_end\|>\s*",
             "repeats": True,
             "content": "text",
-            "transform": {"type": "function", "function": {"name": "command", "arguments": {"command": "{content}"}}},
+            "transform": {
+                "type": "function",
+                "function": {"name": "command", "arguments": {"command": "{content}"}},
+            },
         },
         "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
     },
@@ -52,8 +56,11 @@ def start_model() -> str:
         from trl import SFTConfig, SFTTrainer
 
         tokenizer = AutoTokenizer.from_pretrained(base_model())
-        tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSES
-        data = Dataset.from_list([{"messages": walkthrough(row)} for row in rows(range(1000, 1000 + SHOWN), SIZES)])
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.response_template = RESPONSES
+        data = Dataset.from_list(
+            [{"messages": walkthrough(row)} for row in rows(range(1000, 1000 + SHOWN), SIZES)]
+        )
         args = SFTConfig(
             "runs/textworld/start",
             assistant_only_loss=True,
@@ -69,7 +76,9 @@ def start_model() -> str:
             disable_tqdm=True,
             logging_steps=2,
         )
-        trainer = SFTTrainer(base_model(), args=args, train_dataset=data.shuffle(0), processing_class=tokenizer)
+        trainer = SFTTrainer(
+            base_model(), args=args, train_dataset=data.shuffle(0), processing_class=tokenizer
+        )
         trainer.train()
         part = START.with_suffix(".part")  # an interruption leaves no folder that looks complete
         trainer.save_model(part)

@@ -1,4 +1,5 @@
-"""Games of Microsoft's TextWorld as a plain environment: a reward for each step of a quest, and for the win.
+"""Games of Microsoft's TextWorld as a plain environment: a reward for each step of a quest, and for
+the win.
 
     python recipes/textworld/text_games.py     # makes and prints a game of each size
 
@@ -18,7 +19,8 @@ from textworld.generator import compile_game, make_game
 GAMES = "runs/textworld/games"
 SIZES = ((2, 3, 3), (3, 4, 4), (4, 5, 5))  # rooms, objects, and commands of the quest
 RULES = {"role": "system", "content": "You play a text game. Answer with one command."}
-_LOADING = threading.Lock()  # the engine reads all games with one parser, and episodes begin in threads
+# the engine reads all games with one parser, and episodes begin in threads
+_LOADING = threading.Lock()
 _INFOS = textworld.EnvInfos(
     admissible_commands=True,
     description=True,
@@ -28,7 +30,8 @@ _INFOS = textworld.EnvInfos(
     policy_commands=True,
     won=True,
 )
-warnings.filterwarnings("ignore", "Game .* is not fully supported")  # by the interpreter; TextWorld keeps the score
+# by the interpreter; TextWorld keeps the score
+warnings.filterwarnings("ignore", "Game .* is not fully supported")
 
 
 class TextWorld:
@@ -37,13 +40,16 @@ class TextWorld:
     def reset(self, row: dict, seed: int) -> str:
         with _LOADING:
             self.engine = textworld.start(row["game"], _INFOS)
-        self.state, self.left, self.won = self.engine.reset(), row["turns"], False
+        self.state = self.engine.reset()
+        self.left = row["turns"]
+        self.won = False
         self.steps = len(self.state.policy_commands)
         return f"{self.state.objective}\n{self.seen(self.state.description)}"
 
     def step(self, text: str) -> tuple[str, float, bool]:
         self.left -= 1
-        if text.strip() not in self.state.admissible_commands:  # among others, "save" would write a file
+        # among others, "save" would write a file
+        if text.strip() not in self.state.admissible_commands:
             return self.seen("You cannot do that."), 0.0, not self.left
         self.state, _, done = self.engine.step(text.strip())
         self.won = bool(self.state.won)
@@ -53,7 +59,11 @@ class TextWorld:
     def seen(self, text: str) -> str:
         """Text without its decoration, and the commands that change something."""
         words = " ".join(re.sub(r"-= .*? =-|\n>.*", "", text, flags=re.DOTALL).split())
-        commands = (x for x in self.state.admissible_commands if not x.startswith(("examine", "inventory", "look")))
+        commands = (
+            x
+            for x in self.state.admissible_commands
+            if not x.startswith(("examine", "inventory", "look"))
+        )
         return f"{words}\nCommands: {', '.join(commands)}"
 
 
@@ -62,11 +72,15 @@ def game(size: tuple[int, int, int], seed: int, folder: str = GAMES) -> str:
     path = Path(folder, f"{'-'.join(map(str, size))}-{seed}.z8")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as part:  # an interruption leaves no half of a game
+        # an interruption leaves no half of a game
+        with tempfile.TemporaryDirectory(dir=path.parent) as part:
             options = textworld.GameOptions()
             options.nb_rooms, options.nb_objects, options.quest_length = size
-            options.seeds, options.path = seed, str(Path(part, path.name))
-            options.grammar.theme, options.grammar.only_last_action = "basic", True  # short texts
+            options.seeds = seed
+            options.path = str(Path(part, path.name))
+            # short texts
+            options.grammar.theme = "basic"
+            options.grammar.only_last_action = True
             compile_game(make_game(options), options)
             for suffix in (".json", ".z8"):
                 Path(options.path).with_suffix(suffix).rename(path.with_suffix(suffix))
@@ -74,10 +88,15 @@ def game(size: tuple[int, int, int], seed: int, folder: str = GAMES) -> str:
 
 
 def rows(seeds: range, sizes: tuple = SIZES, folder: str = GAMES) -> list[dict]:
-    """A row per game, small games first; an episode may take twice as many turns as the quest has commands."""
+    """A row per game, small games first; an episode may take twice as many turns as the quest
+    has commands."""
     chosen = [(size, seed) for size in sizes for seed in seeds]
     return [
-        {"prompt": [RULES, {"role": "user", "content": ""}], "game": game(size, seed, folder), "turns": 2 * size[2]}
+        {
+            "prompt": [RULES, {"role": "user", "content": ""}],
+            "game": game(size, seed, folder),
+            "turns": 2 * size[2],
+        }
         for size, seed in chosen
     ]
 

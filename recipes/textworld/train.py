@@ -1,4 +1,5 @@
-"""PPO on games of TextWorld, from a model that has seen some walkthroughs; then games that were never played.
+"""PPO on games of TextWorld, from a model that has seen some walkthroughs; then games that were
+never played.
 
 python recipes/textworld/train.py
 """
@@ -23,7 +24,9 @@ def won(environments: list[TextWorld], **kwargs) -> list[float]:
 
 def main() -> None:
     """Train an adapter."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rollouts", type=int, default=12)
     parser.add_argument("--output_dir", default="runs/textworld/ppo")
@@ -36,7 +39,8 @@ def main() -> None:
         generation_batch_size=32,
         per_device_train_batch_size=8,
         max_completion_length=640,  # of a whole episode, the observations included
-        model_init_kwargs={"dtype": "float32"},  # eight times as fast as bfloat16 on CPUs without its instructions
+        # eight times as fast as bfloat16 on CPUs without its instructions
+        model_init_kwargs={"dtype": "float32"},
         per_device_eval_batch_size=32,
         gradient_checkpointing=False,
         use_cpu=True,
@@ -46,13 +50,17 @@ def main() -> None:
         num_completions_to_print=2,
     )
     sizes = {"small": SIZES[:1], "larger": SIZES[1:2]}
-    held_out = {name: Dataset.from_list(rows(range(2000, 2032), size)) for name, size in sizes.items()}
+    held_out = {
+        name: Dataset.from_list(rows(range(2000, 2032), size)) for name, size in sizes.items()
+    }
     trainer = PPOTrainer(
         start_model(),
         args=args,
         train_dataset=Dataset.from_list(rows(range(96), SIZES[:1])),
         eval_dataset=held_out,
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(
+            r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
         environment_factory=TextWorld,
         monitor_funcs=won,
     )
@@ -61,7 +69,11 @@ def main() -> None:
     after = trainer.evaluate()
     trainer.save_model()
     print(
-        *(f"{name}: {before[name]:.2f}, then {after[name]:.2f}" for name in after if name.endswith("won/mean")),
+        *(
+            f"{name}: {before[name]:.2f}, then {after[name]:.2f}"
+            for name in after
+            if name.endswith("won/mean")
+        ),
         sep="\n",
     )
 

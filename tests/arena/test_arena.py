@@ -44,7 +44,10 @@ def test_optimum_by_dynamic_programming_is_a_reward_per_token(name):
 
 
 def test_every_token_has_one_right_successor():
-    successors = [[b for b in range(arena.KINDS) if arena.right_tokens([a], [b])[0]] for a in range(arena.KINDS)]
+    successors = [
+        [b for b in range(arena.KINDS) if arena.right_tokens([a], [b])[0]]
+        for a in range(arena.KINDS)
+    ]
     assert sorted(map(tuple, successors)) == [(token,) for token in range(arena.KINDS)]
 
 
@@ -56,10 +59,12 @@ def test_chain_pays_nothing_after_a_wrong_token():
 
 
 def test_mixed_accepts_one_to_all_first_tokens_and_pays_at_the_end():
-    task, numbers = arena.Task("mixed", 0), range(arena.KINDS)
+    task = arena.Task("mixed", 0)
+    numbers = range(arena.KINDS)
     prompts = [[i, j] for i in numbers for j in numbers]
     paid = {
-        tuple(x): sum(task([f"w{x[0]} w{x[1]}"] * 13, [[first] + [0] * 7 for first in range(13)])) for x in prompts
+        tuple(x): sum(task([f"w{x[0]} w{x[1]}"] * 13, [[first] + [0] * 7 for first in range(13)]))
+        for x in prompts
     }
     assert min(paid.values()) == 1 and max(paid.values()) == arena.KINDS
     assert statistics.mean(paid.values()) == pytest.approx(arena.KINDS / 2, abs=1)
@@ -78,7 +83,8 @@ def test_noise_has_mean_zero_and_the_scale_of_its_prompt():
 def test_steps_pay_first_tokens_at_the_ends_of_their_steps(name):
     length = arena.STEP_LENGTHS[name]
     firsts = best_completion()[: arena.STEPS]
-    firsts[2] = (firsts[2] + 1) % arena.KINDS  # wrong, and so is the one that follows, which has another cue
+    # wrong, and so is the one that follows, which has another cue
+    firsts[2] = (firsts[2] + 1) % arena.KINDS
     completion = [0] * arena.LENGTHS[name]
     completion[::length] = firsts
     task, (pairs,) = rewards(name, [completion])
@@ -98,10 +104,21 @@ def test_only_the_default_rivals_keep_the_critic_rate_of_the_config():
 
 def test_merged_results_have_one_rate_per_rival():
     def run(seed, rate, rival="PPO", end=0.5):
-        return {"task": "cost", "rival": rival, "seed": seed, "rate": rate, "shares": [end], "explained": []}
+        return {
+            "task": "cost",
+            "rival": rival,
+            "seed": seed,
+            "rate": rate,
+            "shares": [end],
+            "explained": [],
+        }
 
-    other, tuned, first, at_another_rate = run(0, 1e-3, "RLOO"), run(100, 3e-4), run(0, 1e-3), run(2, 3e-4)
-    again, added = run(0, 1e-3, end=0.7), run(1, 1e-3)
+    other = run(0, 1e-3, "RLOO")
+    tuned = run(100, 3e-4)
+    first = run(0, 1e-3)
+    at_another_rate = run(2, 3e-4)
+    again = run(0, 1e-3, end=0.7)
+    added = run(1, 1e-3)
     runs = [other, tuned, first, at_another_rate]
     assert arena.merged(runs, [again, added]) == [other, tuned, again, added]
     with pytest.raises(ValueError, match="two rates"):

@@ -1,4 +1,5 @@
-"""Tasks of benchmarks/turns.py: their best policies reach the optimum, and no other one is above."""
+"""Tasks of benchmarks/turns.py: their best policies reach the optimum, and no other one is
+above."""
 
 import statistics
 import sys
@@ -27,7 +28,9 @@ def mean_reward(task, policy):
     """Mean sum of rewards of a policy from the words seen so far to an action."""
     sums = []
     for seed in range(EPISODES):
-        environment, total, done = task(), 0.0, False
+        environment = task()
+        total = 0.0
+        done = False
         seen = [environment.reset({"prompt": "w20", "number": seed}, seed).split()]
         while not done:
             observation, reward, done = environment.step(written(task, policy(seen)))
@@ -47,7 +50,9 @@ def bisection():
     def policy(seen):
         low, high = bounds["range"] = (0, turns.KINDS - 1) if len(seen) == 1 else bounds["range"]
         if len(seen) > 1:
-            low, high = (bounds["guess"] + 1, high) if last(seen) == 0 else (low, bounds["guess"] - 1)
+            low, high = (
+                (bounds["guess"] + 1, high) if last(seen) == 0 else (low, bounds["guess"] - 1)
+            )
         bounds["range"], bounds["guess"] = (low, high), (low + high) // 2
         return bounds["guess"]
 
@@ -55,17 +60,22 @@ def bisection():
 
 
 def lake():
-    values, best = [0.0] * 16, {}
+    values = [0.0] * 16
+    best = {}
     for left in range(1, turns.Lake.turns + 1):
         worth = {
-            (cell, action): sum(p * (r + values[after]) for p, after, r in turns.Lake.outcomes(cell, action))
+            (cell, action): sum(
+                p * (r + values[after]) for p, after, r in turns.Lake.outcomes(cell, action)
+            )
             for cell in range(16)
             for action in range(4)
         }
         for cell in range(16):
             best[left, cell] = max(range(4), key=lambda action: worth[cell, action])
         values = [worth[cell, best[left, cell]] for cell in range(16)]
-    return lambda seen: best[turns.Lake.turns + 1 - len(seen), 4 * int(seen[-1][0][1:]) + int(seen[-1][1][1:])]
+    return lambda seen: best[
+        turns.Lake.turns + 1 - len(seen), 4 * int(seen[-1][0][1:]) + int(seen[-1][1][1:])
+    ]
 
 
 def stop_at(limit):
@@ -81,7 +91,8 @@ BEST = {
     "cost": lambda seen: (last(seen) + 2) % 6,
 }
 BEST |= {name: BEST["cost"] for name in turns.TASKS if "cost" in name}
-EASY = {"cost, ends": 0.5}  # share of the optimum that a policy may have which does not look; else 0.2
+# share of the optimum that a policy may have which does not look; else 0.2
+EASY = {"cost, ends": 0.5}
 BEST |= {f"spelled {name}": BEST[name] for name in turns.SPELLED if name in BEST}
 
 
@@ -101,7 +112,9 @@ def test_constant_policies_are_below_the_optimum(name):
     assert turns.share(task, mean) < EASY.get(name, 0.2) + error
 
 
-@pytest.mark.parametrize("text, pays", [("w10", 1), ("w2 w12", 1), ("w1 w10", 0), ("", 0), ("w0", 0), ("w0 <pad>", 0)])
+@pytest.mark.parametrize(
+    "text, pays", [("w10", 1), ("w2 w12", 1), ("w1 w10", 0), ("", 0), ("w0", 0), ("w0 <pad>", 0)]
+)
 def test_action_without_a_last_digit_pays_nothing(text, pays):
     environment = turns.TASKS["spelled mistake"]()
     environment.reset({}, seed=0)
@@ -158,10 +171,15 @@ def test_episodes_fit_their_length_and_groups_share_a_secret():
     for task in turns.TASKS.values():
         environment = task()
         seen = environment.reset({"number": 7}, seed=1).split()
-        words = 3 if task in SPELLED else 1  # of a turn
+        # of a turn
+        if task in SPELLED:
+            words = 3
+        else:
+            words = 1
         assert task.length == task.turns * (words + len(seen)) or issubclass(task, turns.Wordle)
     for task in (turns.Guess, turns.Wordle):
-        one, other = task(), task()
+        one = task()
+        other = task()
         one.reset({"number": 7}, seed=1)
         other.reset({"number": 7}, seed=2)
         assert one.secret == other.secret

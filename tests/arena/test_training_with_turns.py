@@ -1,4 +1,5 @@
-"""PPO with the defaults of its config reaches the optimum of tasks with turns, computed from its policy exactly."""
+"""PPO with the defaults of its config reaches the optimum of tasks with turns, computed from its
+policy exactly."""
 
 import sys
 from pathlib import Path
@@ -22,7 +23,8 @@ def next_token(policy, ids):
 
 def value_of_stop(policy):
     """Expected sum of rewards; all observations until the end are known."""
-    ids, chances = [START, 0], []
+    ids = [START, 0]
+    chances = []
     for turn in range(turns.Stop.turns):
         go, stop, *_ = next_token(policy, torch.tensor([ids]))[0].tolist()
         chances.append((turn, go, stop))
@@ -34,8 +36,10 @@ def value_of_stop(policy):
 
 
 def value_of_cues(policy):
-    """Expected number of right answers, over 512 lists of cues and what the policy answers to them."""
-    ids, value = torch.full((512, 1), START), 0.0
+    """Expected number of right answers, over 512 lists of cues and what the policy answers to
+    them."""
+    ids = torch.full((512, 1), START)
+    value = 0.0
     for _ in range(turns.Cues.turns):
         cues = torch.randint(turns.KINDS, (512, 1))
         ids = torch.cat([ids, cues], 1)
@@ -54,7 +58,9 @@ CUES = turns.Cues, value_of_cues, 120, 1e-3  # seeds 3 and 4 end at 89 and 93 %
     "task, value, rollouts, rate, seed",
     [*((*STOP, seed) for seed in range(5)), *((*CUES, seed) for seed in range(3))],
 )
-def test_default_ppo_ends_within_two_percent_of_the_optimum(tmp_path, task, value, rollouts, rate, seed):
+def test_default_ppo_ends_within_two_percent_of_the_optimum(
+    tmp_path, task, value, rollouts, rate, seed
+):
     model, tokenizer = arena.model_of(turns.WORDS)
     args = PPOConfig(
         str(tmp_path),
@@ -72,7 +78,9 @@ def test_default_ppo_ends_within_two_percent_of_the_optimum(tmp_path, task, valu
         report_to="none",
         disable_tqdm=True,
     )
-    trainer = PPOTrainer(model, None, args, ROWS, processing_class=tokenizer, environment_factory=task)
+    trainer = PPOTrainer(
+        model, None, args, ROWS, processing_class=tokenizer, environment_factory=task
+    )
     trainer.train()
     with torch.no_grad():
         share = value(trainer.actor_critic.policy.eval()) / task.optimum()

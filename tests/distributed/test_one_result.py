@@ -14,7 +14,15 @@ from train import FIXED, main
 
 from trl_ppo_ext.modeling.loading import default_peft_config
 
-TIMED = ("time/", "step_time", "tokens_per", "train_", "eval_time", "eval_runtime", "eval_model_preparation")
+TIMED = (
+    "time/",
+    "step_time",
+    "tokens_per",
+    "train_",
+    "eval_time",
+    "eval_runtime",
+    "eval_model_preparation",
+)
 
 CHOICES = {
     "plain": {"save_strategy": "steps", "save_steps": 6},
@@ -39,10 +47,15 @@ CHOICES = {
         "weighs": True,
     },
     # one rollout has nothing to learn from: neither momentum nor weight decay may move the weights
-    "an empty rollout": {"reward_on_error": "skip", "max_reward_failures": 1.0, "weight_decay": 0.1},
+    "an empty rollout": {
+        "reward_on_error": "skip",
+        "max_reward_failures": 1.0,
+        "weight_decay": 0.1,
+    },
     # a group of 8 lies on two processes of 4 completions
     "GRPO": {"critic": "none", "num_generations": 8, "importance_sampling_level": "sequence"},
-    # evaluated before training, which recomputes layers; ranks have other numbers of turns, batches and sampled tokens
+    # evaluated before training, which recomputes layers; ranks have other numbers of turns, batches
+    # and sampled tokens
     "turns": {
         "plays": True,
         "gradient_checkpointing": True,
@@ -57,7 +70,8 @@ CHOICES = {
 }
 OF_A_MICRO_BATCH = ("approx_kl", "ratio/max")
 OF_THE_RUN = ("nan_at", "others", "plays", "weighs")  # not of its config
-COVERED = ("critic adapter", "side critic", "turns")  # by choices that add to them, or by other launches
+# by choices that add to them, or by other launches
+COVERED = ("critic adapter", "side critic", "turns")
 SPREADS = {  # two batches of an evaluation
     "8": {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4},
     "8 micro-batches of 1": {
@@ -93,7 +107,9 @@ RUNS = {
         ("all that is steered or added", "2 x 4"),
         ("turns", "2 x 4"),
     ],
-    "ZeRO-3, all": [(choice, "2 x 4") for choice in ("critic adapter", "side critic", "an empty rollout")],
+    "ZeRO-3, all": [
+        (choice, "2 x 4") for choice in ("critic adapter", "side critic", "an empty rollout")
+    ],
     "FSDP2": [
         ("plain", "2 x 2 micro-batches of 2"),
         ("default critic", "2 x 4"),
@@ -106,11 +122,15 @@ FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": Tr
 
 
 def stage_of(launch):
-    return int(launch[5]) if launch.startswith("ZeRO") else None
+    if launch.startswith("ZeRO"):
+        return int(launch[5])
+    return None
 
 
 def deepspeed(stage):
-    sizes = dict.fromkeys(["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"], "auto")
+    sizes = dict.fromkeys(
+        ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"], "auto"
+    )
     # a tiny model's parameters would all stay whole
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     return sizes | {"gradient_accumulation_steps": "auto", "zero_optimization": zero}
@@ -118,10 +138,18 @@ def deepspeed(stage):
 
 def run_of(choice, spread, launch):
     """Arguments of `train`."""
-    chosen, stage = CHOICES[choice], stage_of(launch)
-    sharding = FSDP2 if launch.startswith("FSDP2") else {"deepspeed": deepspeed(stage)} if stage else {}
+    chosen = CHOICES[choice]
+    stage = stage_of(launch)
+    if launch.startswith("FSDP2"):
+        sharding = FSDP2
+    else:
+        if stage:
+            sharding = {"deepspeed": deepspeed(stage)}
+        else:
+            sharding = {}
     settings = {name: value for name, value in chosen.items() if name not in OF_THE_RUN}
-    if choice not in ("GRPO", "default critic"):  # with Monte Carlo targets the gradient of a bias cancels to rounding
+    # with Monte Carlo targets the gradient of a bias cancels to rounding
+    if choice not in ("GRPO", "default critic"):
         settings["lam_critic"] = 0.95
     others = {name: chosen[name] for name in OF_THE_RUN if name in chosen}
     return others | {"settings": settings | SPREADS[spread] | sharding}
@@ -133,31 +161,54 @@ def run_all(lists):
 
 
 def outcome(output_dir):
-    files = [file for file in sorted(output_dir.glob("**/*.safetensors")) if "checkpoint-" not in str(file)]
-    weights = {f"{file.relative_to(output_dir)}:{name}": x for file in files for name, x in load_file(file).items()}
+    files = [
+        file
+        for file in sorted(output_dir.glob("**/*.safetensors"))
+        if "checkpoint-" not in str(file)
+    ]
+    weights = {
+        f"{file.relative_to(output_dir)}:{name}": x
+        for file in files
+        for name, x in load_file(file).items()
+    }
     about, *log = json.loads((output_dir / "log.json").read_text())
-    log = [{k: v for k, v in entry.items() if not k.startswith(TIMED) and "per_s" not in k} for entry in log]
+    log = [
+        {k: v for k, v in entry.items() if not k.startswith(TIMED) and "per_s" not in k}
+        for entry in log
+    ]
     return about, weights, log, json.loads((output_dir / "ppo_state.json").read_text())
 
 
-SLOW = {"ZeRO-1", "ZeRO-2", "ZeRO-3, all", "DDP, all", "FSDP2, all"}  # ZeRO-3 does what the other stages do, and more
+# ZeRO-3 does what the other stages do, and more
+SLOW = {"ZeRO-1", "ZeRO-2", "ZeRO-3, all", "DDP, all", "FSDP2, all"}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """Outcomes by launch, choice and spread; all that are not slow are run at once."""
-    folder, cache = tmp_path_factory.mktemp("runs"), {}
+    folder = tmp_path_factory.mktemp("runs")
+    cache = {}
 
     def get(how, *run):
         if how not in cache:
-            lists, names = [], {}
+            lists = []
+            names = {}
             for way in [how] if how in SLOW else RUNS.keys() - SLOW:
-                runs = RUNS[way] + ([(choice, "8") for choice in CHOICES] if way == "one process" else [])
+                runs = RUNS[way] + (
+                    [(choice, "8") for choice in CHOICES] if way == "one process" else []
+                )
                 names[way] = {each: folder / f"{way} {number}" for number, each in enumerate(runs)}
-                entries = [{"output_dir": str(names[way][each])} | run_of(*each, way) for each in runs]
+                entries = [
+                    {"output_dir": str(names[way][each])} | run_of(*each, way) for each in runs
+                ]
                 lists.append([1 if way == "one process" else 2, entries, {}])
             run_all(lists)
-            cache.update({way: {x: outcome(path) for x, path in paths.items()} for way, paths in names.items()})
+            cache.update(
+                {
+                    way: {x: outcome(path) for x, path in paths.items()}
+                    for way, paths in names.items()
+                }
+            )
         return cache[how][run]
 
     return get
@@ -165,41 +216,62 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("how", "choice", "spread"),
-    [pytest.param(how, *run, marks=[pytest.mark.slow] * (how in SLOW)) for how, runs in RUNS.items() for run in runs],
+    [
+        pytest.param(how, *run, marks=[pytest.mark.slow] * (how in SLOW))
+        for how, runs in RUNS.items()
+        for run in runs
+    ],
     ids=lambda part: part,
 )
 def test_result_does_not_depend_on_the_spread(outcomes, how, choice, spread):
     """Weights, metrics, running statistics and steered coefficients, after 6 optimizer steps."""
     _, expected, expected_log, expected_state = outcomes("one process", choice, "8")
     about, weights, log, state = outcomes(how, choice, spread)
-    assert about["num_processes"] == (1 if how == "one process" else 2) and about["zero_stage"] == stage_of(how)
+    assert about["num_processes"] == (1 if how == "one process" else 2) and about[
+        "zero_stage"
+    ] == stage_of(how)
     # the value head alone cannot be split
     assert about["part"] == (pytest.approx(0.5, abs=0.01) if how.startswith("FSDP2") else None)
 
     assert weights.keys() == expected.keys()
     difference = {name: (weights[name] - x).norm() for name, x in expected.items()}
-    whole = sum(x**2 for x in difference.values()).sqrt() / sum(x.norm() ** 2 for x in expected.values()).sqrt()
+    whole = (
+        sum(x**2 for x in difference.values()).sqrt()
+        / sum(x.norm() ** 2 for x in expected.values()).sqrt()
+    )
     assert whole <= 1e-6
-    for name, x in expected.items():  # Adam turns the rounding of a gradient near zero into a step of any size
+    # Adam turns the rounding of a gradient near zero into a step of any size
+    for name, x in expected.items():
         assert difference[name] <= 1e-4 * x.norm(), name
 
     assert len(log) == len(expected_log)
     for got, wanted in zip(log, expected_log):
-        if stage_of(how) and "value/grad_norm" in wanted:  # DeepSpeed has one norm for policy and critic
+        # DeepSpeed has one norm for policy and critic
+        if stage_of(how) and "value/grad_norm" in wanted:
             norms = wanted["grad_norm"], wanted["value/grad_norm"]
-            wanted = {k: v for k, v in wanted.items() if k != "value/grad_norm"} | {"grad_norm": math.hypot(*norms)}
-        if "gradient_accumulation_steps" in SPREADS[spread]:  # what was learned is measured on a micro-batch
+            wanted = {k: v for k, v in wanted.items() if k != "value/grad_norm"} | {
+                "grad_norm": math.hypot(*norms)
+            }
+        # what was learned is measured on a micro-batch
+        if "gradient_accumulation_steps" in SPREADS[spread]:
             assert got.keys() == wanted.keys()
-            got, wanted = ({k: v for k, v in x.items() if k not in OF_A_MICRO_BATCH} for x in (got, wanted))
-        assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5, nan_ok=True)  # the norm of a gradient that is none
-    state, expected_state = state["run"], expected_state["run"]
+            got, wanted = (
+                {k: v for k, v in x.items() if k not in OF_A_MICRO_BATCH} for x in (got, wanted)
+            )
+        # the norm of a gradient that is none
+        assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5, nan_ok=True)
+    state = state["run"]
+    expected_state = expected_state["run"]
     assert state["scores"].keys() == expected_state["scores"].keys()
     for name, moments in state["scores"].items():
-        assert moments == pytest.approx(expected_state["scores"][name], rel=1e-7)  # of float32 scores
+        # of float32 scores
+        assert moments == pytest.approx(expected_state["scores"][name], rel=1e-7)
     assert state["scores"][""][0] == 8 * {"an empty rollout": 2, "all other ways": 6}.get(choice, 3)
     for name in ("returns", "rewards", "information"):  # units of the critic, and what chooses λ
         assert state[name] == pytest.approx(expected_state[name], rel=1e-5, abs=1e-6)
-    assert sum(entry.get("empty_steps", 0) for entry in log) == (2 if choice == "an empty rollout" else 0)
+    assert sum(entry.get("empty_steps", 0) for entry in log) == (
+        2 if choice == "an empty rollout" else 0
+    )
     assert sum(entry.get("skipped_steps", 0) for entry in log) == ("nan_at" in CHOICES[choice])
     assert state["kl_coef"] == pytest.approx(expected_state["kl_coef"], rel=1e-5)
 
@@ -208,10 +280,12 @@ def test_result_does_not_depend_on_the_spread(outcomes, how, choice, spread):
 def test_sharded_policy_is_gathered_once_per_rollout(outcomes, how, gathers):
     """Of a tiny model FSDP gathers two layers and the rest, and ZeRO-3 each parameter by itself."""
     about, *_ = outcomes(how, "turns", "2 x 4")
-    counts, forwards = zip(*about["plays"])  # in an evaluation of two batches, three rollouts, and another evaluation
+    # in an evaluation of two batches, three rollouts, and another evaluation
+    counts, forwards = zip(*about["plays"])
     ends = 2  # that every rank has sampled: the length of a message, and the message
     assert len(counts) == 7 and counts[0] - ends == gathers
-    # ZeRO-3 keeps what a forward without gradients has gathered, after the updates of a rollout until the next one
+    # ZeRO-3 keeps what a forward without gradients has gathered, after the updates of a rollout
+    # until the next one
     assert max(counts) == counts[0]
     assert all(len({*each}) == 2 for each in forwards[2:5])  # ranks sample by themselves
     assert max(map(max, forwards)) > 3 * min(map(min, forwards))
@@ -221,11 +295,15 @@ def test_sharded_policy_is_gathered_once_per_rollout(outcomes, how, gathers):
 def test_saved_adapter_loads_with_plain_peft(outcomes, how):
     about, weights, _, _ = outcomes(how, "all other ways", "2 x 4")
     policy = get_peft_model(llama(), default_peft_config())
-    saved = {name.partition(":")[2]: x for name, x in weights.items() if name.startswith("adapter_model")}
+    saved = {
+        name.partition(":")[2]: x for name, x in weights.items() if name.startswith("adapter_model")
+    }
     assert saved.keys() == get_peft_model_state_dict(policy).keys()
     set_peft_model_state_dict(policy, saved)
     for prompt, completion, logprobs in zip(*FIXED, about["logprobs"]):
         with torch.no_grad():
-            logits = policy(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+            logits = policy(input_ids=torch.tensor([prompt + completion])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
         assert logprobs[: len(completion)] == pytest.approx(expected.tolist(), abs=1e-5)

@@ -1,4 +1,5 @@
-"""Runs under ZeRO and FSDP2 that sample, save and resume, started by the launcher or as it would start them."""
+"""Runs under ZeRO and FSDP2 that sample, save and resume, started by the launcher or as it would
+start them."""
 
 import json
 import os
@@ -24,19 +25,33 @@ FSDP_FILE = """fsdp_config:
 
 def launcher_file(path, stage):
     """Write the launcher's file for a stage of ZeRO, or FSDP2."""
-    zero = f"deepspeed_config: {{zero_stage: {stage}, gradient_accumulation_steps: auto, gradient_clipping: auto}}\n"
+    zero = (
+        f"deepspeed_config: {{zero_stage: {stage}, gradient_accumulation_steps: auto, "
+        "gradient_clipping: auto}\n"
+    )
     text = TWO_PROCESSES.read_text().replace("MULTI_GPU", "DEEPSPEED" if stage else "FSDP")
     path.write_text(text + (zero if stage else FSDP_FILE))
     return path
 
 
 def variables_of(path):
-    """Environment variables that the launcher sets, without its processes, which take seconds to start."""
+    """Environment variables that the launcher sets, without its processes, which take seconds to
+    start."""
     prepared = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "deepspeed_launcher", lambda args: prepared.append(prepare_deepspeed_cmd_env(args)[1]))
-        patch.setattr(launcher, "multi_gpu_launcher", lambda args: prepared.append(prepare_multi_gpu_env(args)))
-        launcher.launch_command(launcher.launch_command_parser().parse_args(["--config_file", str(path), "train.py"]))
+        patch.setattr(
+            launcher,
+            "deepspeed_launcher",
+            lambda args: prepared.append(prepare_deepspeed_cmd_env(args)[1]),
+        )
+        patch.setattr(
+            launcher,
+            "multi_gpu_launcher",
+            lambda args: prepared.append(prepare_multi_gpu_env(args)),
+        )
+        launcher.launch_command(
+            launcher.launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+        )
     return {name: x for name, x in prepared[0].items() if name.startswith(("ACCELERATE_", "FSDP_"))}
 
 
@@ -45,23 +60,36 @@ def runs_of(tmp_path, how):
     llama().save_pretrained(tmp_path / "base")
     for part in (llama(classifier=True, seed=1), tokenizer()):
         part.save_pretrained(tmp_path / "classifier")
-    choices = CHOICES["all that is steered or added"] | {"critic": "adapter", "bf16": how == "FSDP2"}
+    choices = CHOICES["all that is steered or added"] | {
+        "critic": "adapter",
+        "bf16": how == "FSDP2",
+    }
     settings = (
         SPREADS["2 x 4"]
         | choices
         | {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "reward_quantization": "none"}
     )
-    run = {"weighs": settings.pop("weighs"), "settings": settings, "sample": True, "model": str(tmp_path / "base")}
+    run = {
+        "weighs": settings.pop("weighs"),
+        "settings": settings,
+        "sample": True,
+        "model": str(tmp_path / "base"),
+    }
     run["classifier"] = str(tmp_path / "classifier")
     checkpoint = str(tmp_path / "whole" / "checkpoint-3")  # a rollout feeds two optimizer steps
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    return [run | {"output_dir": str(whole)}, run | {"output_dir": str(resumed), "resume_from": checkpoint}]
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
+    return [
+        run | {"output_dir": str(whole)},
+        run | {"output_dir": str(resumed), "resume_from": checkpoint},
+    ]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Folders of runs with the launcher's variables, all of which are forks."""
-    folders, lists = {how: tmp_path_factory.mktemp("runs") for how in ("ZeRO-3", "FSDP2")}, []
+    folders = {how: tmp_path_factory.mktemp("runs") for how in ("ZeRO-3", "FSDP2")}
+    lists = []
     for how, folder in folders.items():
         variables = variables_of(launcher_file(folder / "launch.yaml", stage_of(how)))
         lists.append([2, runs_of(folder, how), variables])
@@ -84,7 +112,8 @@ def check_resumed(folder, how):
 
 @pytest.mark.parametrize("how", ["ZeRO-3", "FSDP2"])
 def test_sharded_run_resumes_bit_for_bit_within_a_rollout(folders, how):
-    """The launcher knows what shards here, and the base comes from a path: ZeRO-3 shards it as it loads."""
+    """The launcher knows what shards here, and the base comes from a path: ZeRO-3 shards it as
+    it loads."""
     check_resumed(folders[how], how)
 
 
@@ -92,8 +121,16 @@ def test_sharded_run_resumes_bit_for_bit_within_a_rollout(folders, how):
 @pytest.mark.parametrize("how", ["ZeRO-2", "ZeRO-3", "FSDP2"])
 def test_sharded_run_of_the_launcher_resumes_bit_for_bit(tmp_path, how):
     file = launcher_file(tmp_path / "launch.yaml", stage_of(how))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), str(HERE / "train.py")]
-    path = os.pathsep.join(map(str, (HERE.parent, HERE.parent.parent)))  # the package that lies beside the tests
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(file),
+        str(HERE / "train.py"),
+    ]
+    # the package that lies beside the tests
+    path = os.pathsep.join(map(str, (HERE.parent, HERE.parent.parent)))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command.append(json.dumps(runs_of(tmp_path, how)))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

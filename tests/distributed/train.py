@@ -1,7 +1,7 @@
 """Train the runs of a list one after the other, and save their results.
 
-Under a launcher, every process is one of the run's. Without one, the processes of each list of runs are forks, with
-environment variables such as those of a launcher.
+Under a launcher, every process is one of the run's. Without one, the processes of each list of runs
+are forks, with environment variables such as those of a launcher.
 """
 
 import json
@@ -44,7 +44,9 @@ def reward(completion_ids, **kwargs):
 
 def failing_once(completion_ids, trainer_state, **kwargs):
     """Has no score for any completion of the third rollout."""
-    return [float("nan") if trainer_state.global_step == 4 else sum(ids) / 50 for ids in completion_ids]
+    return [
+        float("nan") if trainer_state.global_step == 4 else sum(ids) / 50 for ids in completion_ids
+    ]
 
 
 def part_of_the_parameters(actor_critic):
@@ -56,8 +58,13 @@ def part_of_the_parameters(actor_critic):
 def reward_adapter(output_dir):
     """An adapter on the policy's base, as every process would find it."""
     torch.manual_seed(5)
-    config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False)
-    process = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    config = LoraConfig(
+        r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False
+    )
+    if torch.distributed.is_initialized():
+        process = torch.distributed.get_rank()
+    else:
+        process = 0
     path = f"{output_dir} reward {process}/polite"
     get_peft_model(llama(classifier=True), config).save_pretrained(path)
     return RewardAdapter(path, check_base=False)
@@ -65,7 +72,8 @@ def reward_adapter(output_dir):
 
 def without_a_gradient_at(trainer, step):
     """The last process's gradient of a step is no number."""
-    compute_loss, last = trainer.compute_loss, trainer.args.process_index == trainer.args.world_size - 1
+    compute_loss = trainer.compute_loss
+    last = trainer.args.process_index == trainer.args.world_size - 1
 
     def computing(*args, **kwargs):
         loss = compute_loss(*args, **kwargs)
@@ -88,7 +96,9 @@ class Collectives(TorchDispatchMode):
 
 def counting(trainer):
     """Collectives of each time that episodes are played, beside the forwards of each process."""
-    player, forwards, counts = trainer.roles.player, [], []
+    player = trainer.roles.player
+    forwards = []
+    counts = []
     play = player.play
     trainer.actor_critic.trunk.register_forward_pre_hook(lambda *given: forwards.append(given))
 
@@ -104,7 +114,8 @@ def counting(trainer):
 
 
 class Game:
-    """Plain environment whose episodes have one to four turns, by their prompt; every other one is then truncated."""
+    """Plain environment whose episodes have one to four turns, by their prompt; every other one
+    is then truncated."""
 
     def reset(self, *, seed=None, options=None):
         self.left = 1 + len(options["prompt"].split()) % 4
@@ -114,7 +125,13 @@ class Game:
     def step(self, text):
         self.left -= 1
         ends = self.left == 0
-        return f" w{self.left} w2", len(text) / 10, ends and not self.truncates, ends and self.truncates, {}
+        return (
+            f" w{self.left} w2",
+            len(text) / 10,
+            ends and not self.truncates,
+            ends and self.truncates,
+            {},
+        )
 
 
 def train(
@@ -131,12 +148,19 @@ def train(
 ):
     """One run; its completions are those of `completions_of` unless it is to sample.
 
-    `model` is a path for the model's own loading, which shards it as it loads; `classifier` that of a second reward,
-    which every process loads whole; `others` takes all other ways in which the model is run, and evaluates a stream;
-    `plays` samples episodes of several turns, and `weighs` has a curriculum.
+    `model` is a path for the model's own loading, which shards it as it loads; `classifier` that of
+    a second reward, which every process loads whole; `others` takes all other ways in which the
+    model is run, and evaluates a stream; `plays` samples episodes of several turns, and `weighs`
+    has a curriculum.
     """
-    ptx = Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9"]}) if "ptx_coef" in settings else None
-    supervised = {"ptx_dataset": ptx, "ptx_coef": settings["ptx_coef"]} if ptx else {}
+    if "ptx_coef" in settings:
+        ptx = Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6", "w7 w8 w9"]})
+    else:
+        ptx = None
+    if ptx:
+        supervised = {"ptx_dataset": ptx, "ptx_coef": settings["ptx_coef"]}
+    else:
+        supervised = {}
     settings = {name: value for name, value in settings.items() if name != "ptx_coef"}
     defaults = {
         "num_mini_batches": 1,
@@ -146,13 +170,17 @@ def train(
         "normalize_rewards": True,
         "max_grad_norm": 0.0,  # DeepSpeed clips the gradients of policy and critic together
     }
-    rewards = [failing_once if "reward_on_error" in settings else reward, *([classifier] if classifier else [])]
+    rewards = [
+        failing_once if "reward_on_error" in settings else reward,
+        *([classifier] if classifier else []),
+    ]
     trainer = (PTXTrainer if ptx else PPOTrainer)(
         model or llama(),
         rewards + ([reward_adapter(output_dir)] if others else []),
         config(output_dir, **defaults | settings),
         prompts(),
-        eval_dataset=prompts(7).to_iterable_dataset() if others else prompts(7),  # of a length that two do not share
+        # of a length that two do not share
+        eval_dataset=prompts(7).to_iterable_dataset() if others else prompts(7),
         processing_class=tokenizer(),
         **supervised,
         environment_factory=Game if plays else None,
@@ -162,7 +190,10 @@ def train(
         write_completions(trainer, completions_of)
     if nan_at is not None:
         without_a_gradient_at(trainer, nan_at)
-    counts = counting(trainer) if plays else []
+    if plays:
+        counts = counting(trainer)
+    else:
+        counts = []
     if others or plays:
         trainer.evaluate()
     if others:
@@ -171,11 +202,18 @@ def train(
     evaluation = trainer.evaluate()
     trainer.save_model()
     with torch.no_grad():
-        logprobs = trainer.actor_critic(Sequences.from_token_ids(*FIXED, 0, trainer.args.device)).logprobs
+        logprobs = trainer.actor_critic(
+            Sequences.from_token_ids(*FIXED, 0, trainer.args.device)
+        ).logprobs
     if trainer.is_world_process_zero():
         plugin = trainer.accelerator.state.deepspeed_plugin
-        about = {"num_processes": trainer.accelerator.num_processes, "zero_stage": plugin and plugin.zero_stage}
-        about["part"] = part_of_the_parameters(trainer.actor_critic) if trainer.is_fsdp_enabled else None
+        about = {
+            "num_processes": trainer.accelerator.num_processes,
+            "zero_stage": plugin and plugin.zero_stage,
+        }
+        about["part"] = (
+            part_of_the_parameters(trainer.actor_critic) if trainer.is_fsdp_enabled else None
+        )
         about |= {"logprobs": logprobs.tolist(), "plays": counts}
         with open(f"{output_dir}/log.json", "w") as file:
             json.dump([about, *trainer.state.log_history, evaluation], file)

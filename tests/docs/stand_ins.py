@@ -1,4 +1,5 @@
-"""What documented code runs on here: tiny models under the names of those on the Hub, rows of the right schema.
+"""What documented code runs on here: tiny models under the names of those on the Hub, rows of the
+right schema.
 
 A directory wins over the Hub, so it is enough that a model's id is a path in the working directory.
 """
@@ -38,13 +39,18 @@ def _messages(text: str) -> list[dict[str, str]]:
 
 
 def _rows(**columns: Any) -> Dataset:
-    return Dataset.from_list([{name: make(row) for name, make in columns.items()} for row in range(16)])
+    return Dataset.from_list(
+        [{name: make(row) for name, make in columns.items()} for row in range(16)]
+    )
 
 
 # id -> columns, each a function of the row
 DATASETS = {
     "trl-lib/ultrafeedback-prompt": {"prompt": lambda row: _messages(f"w{row} w1")},
-    "trl-lib/DeepMath-103K": {"prompt": lambda row: _messages(f"w{row} w2"), "solution": lambda row: f"${row}$"},
+    "trl-lib/DeepMath-103K": {
+        "prompt": lambda row: _messages(f"w{row} w2"),
+        "solution": lambda row: f"${row}$",
+    },
     "trl-lib/tldr": {"prompt": lambda row: f"w{row} w3 w4", "completion": lambda row: "w5 w6"},
     "openai/gsm8k": {"question": lambda row: f"w{row} w7", "answer": lambda row: f"w8 #### {row}"},
     "mlabonne/smoltldr": {"prompt": lambda row: f"w{row} w3 w4", "completion": lambda row: "w5 w6"},
@@ -57,10 +63,15 @@ DATASETS = {
 }
 
 
-def load_dataset(path: str, name: str | None = None, split: str | list | None = None, **kwargs: Any) -> Any:
+def load_dataset(
+    path: str, name: str | None = None, split: str | list | None = None, **kwargs: Any
+) -> Any:
     """`datasets.load_dataset` without the Hub."""
     if path not in DATASETS:
-        raise KeyError(f"The documentation loads the dataset {path!r}: add its schema to DATASETS of {__file__}.")
+        raise KeyError(
+            f"The documentation loads the dataset {path!r}: add its schema to DATASETS of "
+            f"{__file__}."
+        )
     rows = _rows(**DATASETS[path])
     if isinstance(split, list):
         return [rows] * len(split)
@@ -71,14 +82,21 @@ def build(folder: Path) -> None:
     """Write the models, each kind once."""
     tokenizer = tiny.tokenizer(chat_template=tiny.CHAT_TEMPLATE)
     for kind, classifier in (("policy", False), ("classifier", True)):
-        model = tiny.llama(classifier=classifier, hidden_size=64)  # with fewer, nothing is left to quantise
-        model.config.max_position_embeddings = 512  # chat prompts are longer than those of other tests
+        # with fewer, nothing is left to quantise
+        model = tiny.llama(classifier=classifier, hidden_size=64)
+        # chat prompts are longer than those of other tests
+        model.config.max_position_embeddings = 512
         if classifier:
             model.config.pad_token_id = tokenizer.pad_token_id
         model.save_pretrained(folder / kind)
         tokenizer.save_pretrained(folder / kind)
-        task = "SEQ_CLS" if classifier else "CAUSAL_LM"
-        adapter = get_peft_model(model, LoraConfig(task_type=task, target_modules="all-linear", r=2))
+        if classifier:
+            task = "SEQ_CLS"
+        else:
+            task = "CAUSAL_LM"
+        adapter = get_peft_model(
+            model, LoraConfig(task_type=task, target_modules="all-linear", r=2)
+        )
         adapter.peft_config["default"].base_model_name_or_path = POLICIES[0]
         adapter.save_pretrained(folder / f"{kind}_adapter")
         tokenizer.save_pretrained(folder / f"{kind}_adapter")
@@ -104,7 +122,9 @@ def _smaller(kwargs: dict[str, Any], num_generations: int) -> dict[str, Any]:
     generations = kwargs.get("num_generations", num_generations)
     sizes = {
         "per_device_train_batch_size": micro_batch,
-        "generation_batch_size": math.lcm(micro_batch * kwargs.get("num_mini_batches", 1), generations),
+        "generation_batch_size": math.lcm(
+            micro_batch * kwargs.get("num_mini_batches", 1), generations
+        ),
         "max_completion_length": min(kwargs.get("max_completion_length", 8), 8),
         "max_steps": 2,
     }
@@ -115,12 +135,17 @@ def _smaller(kwargs: dict[str, Any], num_generations: int) -> dict[str, Any]:
 ON_A_CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True}
 
 
-def shrink(monkeypatch: pytest.MonkeyPatch, config_class: type, num_generations: int, sizes: bool) -> None:
+def shrink(
+    monkeypatch: pytest.MonkeyPatch, config_class: type, num_generations: int, sizes: bool
+) -> None:
     """Let every config be made for a CPU and, if `sizes`, for a run of seconds."""
     made = config_class.__init__
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs = _smaller(kwargs, num_generations) if sizes else kwargs
+        if sizes:
+            kwargs = _smaller(kwargs, num_generations)
+        else:
+            kwargs = kwargs
         made(self, *args, **kwargs | ON_A_CPU)
 
     monkeypatch.setattr(config_class, "__init__", make)
@@ -149,7 +174,9 @@ def _trainer() -> PPOTrainer:
     """A run that was interrupted after the first of its two steps."""
     args = partial(PPOConfig, "interrupted", save_steps=1, logging_steps=1, max_steps=2)
     args = args(max_completion_length=8, per_device_train_batch_size=2)
-    built = PPOTrainer(POLICIES[0], _brevity, args, _prompts(), eval_dataset=_prompts().select(range(2)))
+    built = PPOTrainer(
+        POLICIES[0], _brevity, args, _prompts(), eval_dataset=_prompts().select(range(2))
+    )
     built.train()
     (Path("interrupted") / "checkpoint-2").rename("interrupted/later")
     return built

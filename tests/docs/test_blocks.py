@@ -12,7 +12,9 @@ import trl_ppo_ext
 from trl_ppo_ext.commands.launch import parse
 
 BLOCKS = [block for path in PAGES for block in blocks(path)]
-PYTHON = {path: [x for x in blocks(path) if x.language == "python" and not x.not_run] for path in PAGES}
+PYTHON = {
+    path: [x for x in blocks(path) if x.language == "python" and not x.not_run] for path in PAGES
+}
 
 
 @pytest.mark.parametrize("path", [path for path, found in PYTHON.items() if found], ids=name)
@@ -20,7 +22,9 @@ def test_python_blocks_of_a_page_run(path, working_directory, monkeypatch):
     """One after the other in one namespace; the names that they take for granted are made first."""
     trains = any("Trainer(" in block.code or ".train(" in block.code for block in PYTHON[path])
     stand_ins.install(monkeypatch, trains)
-    namespace = {"__name__": "__main__"} | {name: getattr(trl_ppo_ext, name) for name in trl_ppo_ext.__all__}
+    namespace = {"__name__": "__main__"} | {
+        name: getattr(trl_ppo_ext, name) for name in trl_ppo_ext.__all__
+    }
     for block in PYTHON[path]:
         used = {node.id for node in ast.walk(ast.parse(block.code)) if isinstance(node, ast.Name)}
         for known in (used & stand_ins.NAMES.keys()) - namespace.keys():
@@ -29,9 +33,12 @@ def test_python_blocks_of_a_page_run(path, working_directory, monkeypatch):
         exec(compile("\n" * block.line + block.code, ROOT / block.page, "exec"), namespace)
 
 
-@pytest.mark.parametrize("block", [x for x in BLOCKS if x.language == "yaml" and not x.not_run], ids=str)
+@pytest.mark.parametrize(
+    "block", [x for x in BLOCKS if x.language == "yaml" and not x.not_run], ids=str
+)
 def test_settings_exist(block, working_directory):
-    """The file of a run is read as `trl-ppo` reads it; one for accelerate has the fields of its config."""
+    """The file of a run is read as `trl-ppo` reads it; one for accelerate has the fields of its
+    config."""
     settings = yaml.safe_load(block.code)
     if "compute_environment" in settings:
         assert settings.keys() <= set(ClusterConfig.__dataclass_fields__)

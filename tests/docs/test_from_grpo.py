@@ -238,7 +238,12 @@ trainer.train()
 print(trainer.predict(splits["test"]).metrics)
 """
 
-USERS = {"open-r1": OPEN_R1, "cookbook": COOKBOOK, "notebook": NOTEBOOK, "reward model": REWARD_MODEL}
+USERS = {
+    "open-r1": OPEN_R1,
+    "cookbook": COOKBOOK,
+    "notebook": NOTEBOOK,
+    "reward model": REWARD_MODEL,
+}
 
 
 def with_two_names_changed(script: str) -> str:
@@ -246,10 +251,14 @@ def with_two_names_changed(script: str) -> str:
 
     def imports(match: re.Match) -> str:
         names = [name for name in re.split(r"[\s,()]+", match[2]) if name]
-        ours = [name.replace("GRPO", "PPO") for name in names if name in ("GRPOConfig", "GRPOTrainer")]
+        ours = [
+            name.replace("GRPO", "PPO") for name in names if name in ("GRPOConfig", "GRPOTrainer")
+        ]
         others = [name for name in names if name not in ("GRPOConfig", "GRPOTrainer")]
         lines = {"trl": others, "trl_ppo_ext": ours}
-        return "\n".join(f"{match[1]}from {module} import {', '.join(x)}" for module, x in lines.items() if x)
+        return "\n".join(
+            f"{match[1]}from {module} import {', '.join(x)}" for module, x in lines.items() if x
+        )
 
     script = re.sub(r"^( *)from trl import (\([^)]*\)|.*)$", imports, script, flags=re.MULTILINE)
     return re.sub(r"\bGRPO(Config|Trainer)\b", r"PPO\1", script)
@@ -267,7 +276,9 @@ def test_grpo_script_trains_with_two_names_changed(name, working_directory, monk
         pytest.importorskip("math_verify")
     stand_ins.install(monkeypatch, trains=name == "documented")
     namespace = {"__name__": "__main__"}
-    exec(compile(with_two_names_changed(USERS.get(name, SCRIPTS[0])), "script.py", "exec"), namespace)
+    exec(
+        compile(with_two_names_changed(USERS.get(name, SCRIPTS[0])), "script.py", "exec"), namespace
+    )
     trainer = namespace["trainer"]
     assert type(trainer) is trl_ppo_ext.PPOTrainer
     assert trainer.state.global_step == trainer.args.max_steps
@@ -295,15 +306,23 @@ def test_script_of_trl_heeds_every_field_of_grpo(place, working_directory, monke
     Path("my_rewards.py").write_text(
         "def brevity(completions, **kwargs):\n    return [-float(len(c)) for c in completions]\n"
     )
-    settings = IN_A_FILE | {"vllm_gpu_memory_utilization": 0.5} if place == "file" else IN_A_FILE
+    if place == "file":
+        settings = IN_A_FILE | {"vllm_gpu_memory_utilization": 0.5}
+    else:
+        settings = IN_A_FILE
     flags = ON_A_LINE.split()
     if place == "file":
         settings |= {k[2:]: yaml.safe_load(v) for k, v in zip(flags[::2], flags[1::2])}
         flags = []
     Path("grpo.yaml").write_text(yaml.safe_dump(settings))
     stand_ins.install(monkeypatch, trains=False)
-    trainers, train = [], trl_ppo_ext.PPOTrainer.train
-    monkeypatch.setattr(trl_ppo_ext.PPOTrainer, "train", lambda self, **kw: trainers.append(self) or train(self, **kw))
+    trainers = []
+    train = trl_ppo_ext.PPOTrainer.train
+    monkeypatch.setattr(
+        trl_ppo_ext.PPOTrainer,
+        "train",
+        lambda self, **kw: trainers.append(self) or train(self, **kw),
+    )
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--config", "grpo.yaml", *flags])
     monkeypatch.setattr(sys, "path", list(sys.path))
     script = with_two_names_changed(inspect.getsource(trl.scripts.grpo))
@@ -311,6 +330,11 @@ def test_script_of_trl_heeds_every_field_of_grpo(place, working_directory, monke
     [trainer] = trainers
     args = trainer.args
     assert trainer.state.global_step == 2 and Path("out", "adapter_model.safetensors").exists()
-    assert (args.kl_coef, args.cliprange, args.num_ppo_epochs, args.num_mini_batches) == (0.04, 0.1, 1, 2)
+    assert (args.kl_coef, args.cliprange, args.num_ppo_epochs, args.num_mini_batches) == (
+        0.04,
+        0.1,
+        1,
+        2,
+    )
     assert (args.loss_aggregation, args.whiten_advantages) == ("sequence_mean", False)
     sys.modules.pop("my_rewards")

@@ -1,4 +1,5 @@
-"""benchmarks/README.md has the tables of the saved results, and what waits for a GPU runs with tiny models."""
+"""benchmarks/README.md has the tables of the saved results, and what waits for a GPU runs with
+tiny models."""
 
 import json
 import os
@@ -44,19 +45,35 @@ assert real.worse_than_constant([{}]) == ""
 
 @pytest.mark.parametrize("program", [PROGRAM, RATES, TEXT], ids=["tables", "rates", "cells"])
 def test_tables_are_those_of_the_results_and_of_one_rate(program):
-    """In a process of its own: a benchmark and a folder of the tests have a module of the same name."""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT / "benchmarks", capture_output=True, text=True)
+    """In a process of its own: a benchmark and a folder of the tests have a module of the same
+    name."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT / "benchmarks", capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_benchmark_for_gpus_measures_each_part_and_survives_a_failure(tmp_path):
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("")  # found, but no attention
-    cases = ["0.5B bf16, packed, flash attention", "0.5B bf16, packed", "0.5B bf16, padded", "7B NF4, NF4 reward"]
+    cases = [
+        "0.5B bf16, packed, flash attention",
+        "0.5B bf16, packed",
+        "0.5B bf16, padded",
+        "7B NF4, NF4 reward",
+    ]
     cases += ["7B NF4, NF4 reward, TRL GRPO"]
     cases += ["7B NF4, transformers samples", "7B NF4, vLLM samples", "0.5B bf16, overlap"]
     results = tmp_path / "results.json"
-    command = [sys.executable, "benchmarks/gpu.py", "--smoke", "--results", str(results), "--cases", *cases]
+    command = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "--smoke",
+        "--results",
+        str(results),
+        "--cases",
+        *cases,
+    ]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr  # of the case that failed

@@ -1,4 +1,5 @@
-"""Every name of TRL's last PPO has a row in the page on migration, and the names that replace it exist."""
+"""Every name of TRL's last PPO has a row in the page on migration, and the names that replace it
+exist."""
 
 import ast
 import dataclasses
@@ -16,7 +17,8 @@ from trl_ppo_ext.trl_names import NAMES
 
 PAGE = (ROOT / "docs" / "from_trl_ppo.md").read_text(encoding="utf-8")
 
-# of trl 1.12.0, trl/experimental/ppo: the last release with PPO, written out since it is no dependency
+# of trl 1.12.0, trl/experimental/ppo: the last release with PPO, written out since it is no
+# dependency
 OLD_ARGUMENTS = """args processing_class model ref_model reward_model train_dataset value_model data_collator
 eval_dataset optimizers callbacks peft_config""".split()
 OLD_FIELDS = """learning_rate dataset_num_proc num_mini_batches total_episodes local_rollout_forward_batch_size
@@ -43,7 +45,9 @@ NEW = FIELDS | ARGUMENTS | {"world_size"}  # a property of TrainingArguments
 
 def table(heading):
     """The new names and the remark beside each old name."""
-    section = re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)[1]
+    section = re.search(
+        rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL
+    )[1]
     return {spans(old)[0]: (spans(new), known) for old, new, known in rows(section)[2:]}
 
 
@@ -78,15 +82,26 @@ def test_old_field_sets_its_replacement_or_raises_with_it(old):
     try:
         _, args, *_ = parse(
             "train",
-            ["--output_dir", "out", "--use_cpu", f"--{old}", "3" if NAMES.get(old, (None,))[0] is int else "true"],
+            [
+                "--output_dir",
+                "out",
+                "--use_cpu",
+                f"--{old}",
+                "3" if NAMES.get(old, (None,))[0] is int else "true",
+            ],
             "",
         )
     except ValueError as error:
         assert f"`{old}`" in str(error)
-        elsewhere = {"sft_model_path": ["model_name_or_path"], "world_size": []}  # `model` in a file; not a setting
+        # `model` in a file; not a setting
+        elsewhere = {"sft_model_path": ["model_name_or_path"], "world_size": []}
         assert all(f"`{name}`" in str(error) for name in elsewhere.get(old, new))
     else:
-        changed = [name for name in new if getattr(args, name) != PPOConfig.__dataclass_fields__[name].default]
+        changed = [
+            name
+            for name in new
+            if getattr(args, name) != PPOConfig.__dataclass_fields__[name].default
+        ]
         assert changed == new and (new or "changes nothing" in note)
 
 
@@ -101,7 +116,9 @@ def test_every_field_of_grpo_is_on_the_page():
     """In the section on what it does here."""
     theirs = {field.name for field in dataclasses.fields(GRPOConfig)}
     renamed = {
-        name: spans(new) for old, new, _ in rows(section("Fields with another name"))[2:] for name in spans(old)
+        name: spans(new)
+        for old, new, _ in rows(section("Fields with another name"))[2:]
+        for name in spans(old)
     }
     single = {
         spans(old)[0]: ast.literal_eval(spans(value)[0])
@@ -111,6 +128,9 @@ def test_every_field_of_grpo_is_on_the_page():
     assert sorted([*renamed, *single, *idle]) == sorted(theirs & NAMES.keys())
     assert all(new and set(new) <= FIELDS for new in renamed.values())
     for name in theirs & NAMES.keys() - renamed.keys():
-        value = single[name] if name in single else GRPOConfig.__dataclass_fields__[name].default
+        if name in single:
+            value = single[name]
+        else:
+            value = GRPOConfig.__dataclass_fields__[name].default
         args = PPOConfig("out", use_cpu=True, **{name: value})
         assert args.to_dict() == PPOConfig("out", use_cpu=True).to_dict(), name

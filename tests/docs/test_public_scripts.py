@@ -1,6 +1,8 @@
-"""Scripts with the structure of public GRPO runs on one GPU train by two names, or the error says what to change.
+"""Scripts with the structure of public GRPO runs on one GPU train by two names, or the error says
+what to change.
 
-They are written anew, with rows and sizes that are tiny: what counts is which arguments, fields and habits they have.
+They are written anew, with rows and sizes that are tiny: what counts is which arguments, fields and
+habits they have.
 """
 
 import math
@@ -15,7 +17,8 @@ from test_from_grpo import with_two_names_changed
 
 import trl_ppo_ext
 
-# ---- a notebook on grade-school math: five rewards on tags, text that is printed, a config without sizes of a rollout
+# ---- a notebook on grade-school math: five rewards on tags, text that is printed, a config without
+# sizes of a rollout
 
 GSM8K_DEMO = """
 import re
@@ -77,7 +80,8 @@ trainer = GRPOTrainer(
 trainer.train()
 """
 
-# ---- a game of numbers: text prompts that the template and a beginning of the answer made, a parser, a resumed run
+# ---- a game of numbers: text prompts that the template and a beginning of the answer made, a
+# parser, a resumed run
 
 COUNTDOWN = """
 import logging
@@ -191,7 +195,8 @@ COUNTDOWN_FILE = {
     "lora_target_modules": "all-linear",
 }
 
-# ---- a registry of rewards, bound to settings by partial and update_wrapper, one with an event loop of its own
+# ---- a registry of rewards, bound to settings by partial and update_wrapper, one with an event
+# loop of its own
 
 REGISTRY = """
 import asyncio
@@ -299,7 +304,8 @@ trainer = GRPOTrainer(
 trainer.train()
 """
 
-# ---- a notebook of an accelerated loader, without it: an adapter is added before, steps of one row, counters
+# ---- a notebook of an accelerated loader, without it: an adapter is added before, steps of one
+# row, counters
 
 NOTEBOOK_OF_A_LOADER = """
 import re
@@ -348,7 +354,8 @@ model.save_pretrained("grpo_saved_lora")
 tokenizer.save_pretrained("grpo_saved_lora")
 """
 
-# ---- continuous batching: fields are set on the parsed config, the dataset is mapped to new columns only
+# ---- continuous batching: fields are set on the parsed config, the dataset is mapped to new
+# columns only
 
 CONTINUOUS_BATCHING = """
 import re
@@ -382,8 +389,9 @@ trainer.train()
 trainer.save_model(training_args.output_dir)
 """
 CONTINUOUS_BATCHING_LINE = (
-    "--model_name_or_path Qwen/Qwen3-0.6B --output_dir out --num_generations 4 --max_completion_length 8 --use_peft "
-    "--log_completions --use_transformers_continuous_batching --per_device_train_batch_size 4 --max_steps 1"
+    "--model_name_or_path Qwen/Qwen3-0.6B --output_dir out --num_generations 4 "
+    "--max_completion_length 8 --use_peft --log_completions "
+    "--use_transformers_continuous_batching --per_device_train_batch_size 4 --max_steps 1"
 )
 
 # ---- ratios per sequence, a tiny clip, several updates of a rollout
@@ -444,7 +452,8 @@ generator = pipeline("text-generation", model=merged_model, tokenizer=tokenizer)
 print(generator("w1 w2", max_new_tokens=4, do_sample=True, temperature=0.5, min_p=0.1))
 """
 
-# ---- a base in 4 bits, prepared for training, with clip-higher, no KL, and a punishment of long answers
+# ---- a base in 4 bits, prepared for training, with clip-higher, no KL, and a punishment of long
+# answers
 
 IN_4_BITS = """
 import torch
@@ -733,7 +742,8 @@ SCRIPTS = {
 
 @pytest.fixture
 def place(working_directory, monkeypatch):
-    """The working directory, with a policy for tools and the arguments of the scripts that parse them."""
+    """The working directory, with a policy for tools and the arguments of the scripts that parse
+    them."""
     tokenizer = tiny.byte_tokenizer()
     policy = tiny.llama(vocab_size=len(tokenizer), hidden_size=16, max_position_embeddings=4096)
     policy.generation_config.eos_token_id = policy.config.eos_token_id = tokenizer.eos_token_id
@@ -761,7 +771,10 @@ def test_public_script_trains_with_two_names_changed(name, place, monkeypatch):
     first = next(entry for entry in trainer.state.log_history if "reward" in entry)
     scored = [name for name in trainer.reward_func_names if f"rewards/{name}/mean" in first]
     # tools and the game of the last scripts may pay nothing
-    assert math.isfinite(first["reward"]) and set(trainer.reward_func_names) - {*scored} <= {"tools", "Game"}
+    assert math.isfinite(first["reward"]) and set(trainer.reward_func_names) - {*scored} <= {
+        "tools",
+        "Game",
+    }
 
 
 # what older scripts have, and GRPOConfig of today refuses too, or what is another way of training
@@ -782,11 +795,19 @@ trainer = GRPOTrainer("Qwen/Qwen3-0.6B", lambda completions, **kwargs: [0.0] * l
         ("overwrite_output_dir=True", "", "`overwrite_output_dir` .*`resume_from_checkpoint`"),
         ("use_liger_loss=True", "", "`use_liger_loss` .*fused already"),
         ("loss_type='bnpo'", "", "`loss_type` must be one of 'dapo'"),
-        ("sync_ref_model=True", "", "`sync_ref_model` must be False .*the reference is the frozen base"),
+        (
+            "sync_ref_model=True",
+            "",
+            "`sync_ref_model` must be False .*the reference is the frozen base",
+        ),
         ("num_mini_batches=1, per_device_train_batch_size=3, num_generations=8", "", "use one of"),
         ("", ", ref_model='x'", "`ref_model` .*the adapter switched off"),
         ("", ", tokenizer=None", "`tokenizer` .*renamed to `processing_class`"),
-        ("use_vllm=True, stop_strings=['</answer>']", "", "`stop_strings` needs .*`stop_token_ids`"),
+        (
+            "use_vllm=True, stop_strings=['</answer>']",
+            "",
+            "`stop_strings` needs .*`stop_token_ids`",
+        ),
     ],
     ids=str,
 )

@@ -1,4 +1,5 @@
-"""Names on the pages exist: functions, fields, commands, messages, files; and every public name is on a page."""
+"""Names on the pages exist: functions, fields, commands, messages, files; and every public name
+is on a page."""
 
 import dataclasses
 import re
@@ -31,7 +32,10 @@ def resolve(dotted):
 
 
 def dotted_names(text):
-    return {*re.findall(r"`(trl_ppo_ext(?:\.\w+)+)`", text), *re.findall(r"^::: (\S+)", text, re.MULTILINE)}
+    return {
+        *re.findall(r"`(trl_ppo_ext(?:\.\w+)+)`", text),
+        *re.findall(r"^::: (\S+)", text, re.MULTILINE),
+    }
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
@@ -68,7 +72,9 @@ def test_settings_in_the_text_exist(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_commands_in_the_text_exist(path):
-    assert set(re.findall(r"(?:`|^\$? ?)trl-ppo ([a-z][\w-]*)", TEXTS[path], re.MULTILINE)) <= set(cli.COMMANDS)
+    assert set(re.findall(r"(?:`|^\$? ?)trl-ppo ([a-z][\w-]*)", TEXTS[path], re.MULTILINE)) <= set(
+        cli.COMMANDS
+    )
 
 
 def test_every_command_is_documented():
@@ -80,11 +86,14 @@ def test_quoted_messages_are_raised():
     """Messages in the tables of docs/read_a_run.md; parts that are filled in are not compared."""
     files = Path(trl_ppo_ext.__file__).parent.rglob("*.py")
     source = "".join(path.read_text(encoding="utf-8") for path in files)
-    source = re.sub(r"\"\s*f?\"", "", source).replace("`", "").replace('\\"', '"')  # a message over several lines
+    # a message over several lines
+    source = re.sub(r"\"\s*f?\"", "", source).replace("`", "").replace('\\"', '"')
     first_cells = [row[0] for row in rows(TEXTS[ROOT / "docs" / "read_a_run.md"])]
     quotes = [cell[1:-1].replace("`", "") for cell in first_cells if cell.startswith('"')]
     assert len(quotes) > 10
-    assert not [quote for quote in quotes for part in quote.split("…") if part.strip() not in source]
+    assert not [
+        quote for quote in quotes for part in quote.split("…") if part.strip() not in source
+    ]
 
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=name)

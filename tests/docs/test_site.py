@@ -14,13 +14,16 @@ def site(tmp_path_factory):
         pytest.importorskip(module, reason="pip install mkdocs 'mkdocstrings[python]'")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"})
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
 def test_site_builds_strictly(site):
-    """`--strict` makes warnings errors, and mkdocs.yml asks for one where a link, an anchor or a page is missing."""
+    """`--strict` makes warnings errors, and mkdocs.yml asks for one where a link, an anchor or a
+    page is missing."""
     for page in (ROOT / "docs").glob("*.md"):
         built = site / ("index.html" if page.stem == "index" else f"{page.stem}/index.html")
         assert built.is_file(), page
@@ -28,7 +31,12 @@ def test_site_builds_strictly(site):
 
 def test_reference_shows_docstrings(site):
     text = (site / "reference" / "index.html").read_text(encoding="utf-8")
-    assert "PPOTrainer" in text and "reward_funcs" in text and "[`" not in text and "*optional*" not in text
+    assert (
+        "PPOTrainer" in text
+        and "reward_funcs" in text
+        and "[`" not in text
+        and "*optional*" not in text
+    )
 
 
 def test_pages_load_nothing_from_other_hosts(site):
@@ -36,4 +44,6 @@ def test_pages_load_nothing_from_other_hosts(site):
         text = page.read_text(encoding="utf-8")
         for mark in ("<script src=", '<link rel="stylesheet" href=', "<img src="):
             for part in text.split(mark)[1:]:
-                assert not part.lstrip('"').startswith(("http", "//")), f"{page.relative_to(site)}: {part[:80]}"
+                assert not part.lstrip('"').startswith(("http", "//")), (
+                    f"{page.relative_to(site)}: {part[:80]}"
+                )

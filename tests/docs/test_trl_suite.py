@@ -19,8 +19,16 @@ TESTS = "tests/test_grpo_trainer.py"
 REASONS = [
     ("VLM", "on the Hub|couldn't connect", "images"),
     ("rollout_func", "'_generate'", "the private `_generate` of a trainer made without `__init__`"),
-    ("mixed_environments", "PlainEnvironment", "tools may return rewards, so every environment has a reward function"),
-    ("liger", "DID NOT RAISE|lm_head|prompt-learning", "log-probs are fused already, without liger"),
+    (
+        "mixed_environments",
+        "PlainEnvironment",
+        "tools may return rewards, so every environment has a reward function",
+    ),
+    (
+        "liger",
+        "DID NOT RAISE|lm_head|prompt-learning",
+        "log-probs are fused already, without liger",
+    ),
     (
         "compute_entropy|off_policy_mask|bonus|log_extra",
         r"has no attribute '(get_|_)|assert \[\]|must be omitted",
@@ -32,22 +40,42 @@ REASONS = [
         "`loss_type` must be one of",
         "losses other than PPO's clipped one",
     ),
-    (r"token_summed_loss\[d", "weights each sequence by its completion length", "no warning about a common choice"),
+    (
+        r"token_summed_loss\[d",
+        "weights each sequence by its completion length",
+        "no warning about a common choice",
+    ),
     (
         "sync_ref",
         "must be ",
         "refused with a reason in docs/from_grpo.md",
     ),
-    ("adaptive_entropy", "'policy_loss'|no attribute 'entropy_coef'", "`entropy_coef` stays as it is set"),
+    (
+        "adaptive_entropy",
+        "'policy_loss'|no attribute 'entropy_coef'",
+        "`entropy_coef` stays as it is set",
+    ),
     ("static_entropy", "'policy_loss'", "`policy_loss` is `loss/policy`"),
-    ("Nemotron|trust_remote_code", "Cannot reach|custom code", "models for which there is no stand-in"),
+    (
+        "Nemotron|trust_remote_code",
+        "Cannot reach|custom code",
+        "models for which there is no stand-in",
+    ),
     (
         "mask_truncated_completions",
         "index out of range|Expected: 0.0",
         "the stand-ins lack ids of Qwen's vocabulary, and emit EOS; GRPOTrainer fails on them too",
     ),
-    ("with_generation_kwargs", "`generation_kwargs` holds", "each setting that log-probs depend on is a field"),
-    ("evaluate_with_eval_dataset", "'eval_(data1_)?loss'", "an evaluation makes no update, so it has no `eval_loss`"),
+    (
+        "with_generation_kwargs",
+        "`generation_kwargs` holds",
+        "each setting that log-probs depend on is a field",
+    ),
+    (
+        "evaluate_with_eval_dataset",
+        "'eval_(data1_)?loss'",
+        "an evaluation makes no update, so it has no `eval_loss`",
+    ),
     ("init_with_eval_dataset", " is ", "`trainer.eval_dataset` is the tokenized one"),
     (
         "requires_dispatch_batches|keeps_map_style_train_workers",
@@ -55,7 +83,11 @@ REASONS = [
         "batches are row numbers; both settings do no harm",
     ),
     ("no_reward_source|all_rewards_none", "No reward", "the message is worded otherwise"),
-    ("dataset_required|data_requires_max_steps", "DID NOT RAISE", "a trainer without `train_dataset` can evaluate"),
+    (
+        "dataset_required|data_requires_max_steps",
+        "DID NOT RAISE",
+        "a trainer without `train_dataset` can evaluate",
+    ),
 ]
 PASSED = 70  # of 144 that run; of the 131 without tools, GRPOTrainer passes 106
 
@@ -81,10 +113,16 @@ def test_tests_of_grpo_pass_or_have_a_reason(test_file, tmp_path):
     trl_suite.build_hub(tmp_path)
     results = trl_suite.run(test_file, tmp_path)
     print(Counter(outcome for outcome, _ in results.values()))
-    failures = {name: message for name, (outcome, message) in results.items() if outcome in ("failure", "error")}
+    failures = {
+        name: message
+        for name, (outcome, message) in results.items()
+        if outcome in ("failure", "error")
+    }
 
     def reasons(name):
-        return [row for row in REASONS if re.search(row[0], name) and re.search(row[1], failures[name])]
+        return [
+            row for row in REASONS if re.search(row[0], name) and re.search(row[1], failures[name])
+        ]
 
     assert not {name: x for name, x in failures.items() if len(reasons(name)) != 1}
     # a reason without a failure is out of date

@@ -32,13 +32,16 @@ def needs(quantization):
 
 
 def large(estimates, **kwargs):
-    """Large beside a GPU's workspaces of some tens of MiB: 165 million weights, an update of about 2 GiB."""
+    """Large beside a GPU's workspaces of some tens of MiB: 165 million weights, an update of
+    about 2 GiB."""
     return estimates.Case(estimates.Shape(32000, 1024, 6, 8, 256, 256), **kwargs)
 
 
 def both(estimates, case, directory):
     """Bytes at the peak of each phase: measured and estimated."""
-    measured = {name: x * MIB for name, x in estimates.measure(case, str(directory))["phases"].items()}
+    measured = {
+        name: x * MIB for name, x in estimates.measure(case, str(directory))["phases"].items()
+    }
     return measured, estimates.estimated(case, str(directory)).phases.sum()
 
 
@@ -47,7 +50,10 @@ def both(estimates, case, directory):
     [
         {"same_length": False},
         {"fields": {"gradient_checkpointing": True}},
-        {"fields": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, "classifier": "bf16"},
+        {
+            "fields": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+            "classifier": "bf16",
+        },
         {"quantized": True, "classifier": "nf4"},
     ],
     ids=["masked", "checkpointing", "accumulation", "NF4"],
@@ -94,7 +100,8 @@ def waits(function):
 
 def waits_of_losses(path, response):
     """Of each micro-batch's loss."""
-    trainer, counts = trainer_of(path, length_reward, response), []
+    trainer = trainer_of(path, length_reward, response)
+    counts = []
     compute_loss = trainer.compute_loss
 
     def counted(*args, **kwargs):

@@ -38,6 +38,7 @@ def test_it_samples_from_the_policy_and_frees_memory_between_rollouts(tmp_path, 
         for entry in trainer.state.log_history
         if "sampling/sampling_logp_difference/mean" in entry
     ]
-    assert len(differences) == 4 and max(differences) < 0.05  # in bfloat16, before and after updates
+    # in bfloat16, before and after updates
+    assert len(differences) == 4 and max(differences) < 0.05
     share = (total - free) / total
     assert share < 0.1 if sleeps else share > 0.15

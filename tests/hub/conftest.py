@@ -54,5 +54,6 @@ def reader(hub, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_fault(hub):
     yield
-    hub.hold, hub.echo = None, False
+    hub.hold = None
+    hub.echo = False
     hub.expired.clear()

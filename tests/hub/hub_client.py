@@ -1,6 +1,7 @@
 """A separate process with the unmodified client of the Hub, which reads its endpoint at import.
 
-As a script, it executes code from lines of JSON in one namespace, and answers with the variable `result`.
+As a script, it executes code from lines of JSON in one namespace, and answers with the variable
+`result`.
 """
 
 import json
@@ -10,10 +11,20 @@ import sys
 import traceback
 from pathlib import Path
 
-TOKEN, READER = "hf_writesWritesWritesWrites", "hf_readsReadsReadsReads"
+TOKEN = "hf_writesWritesWritesWrites"
+READER = "hf_readsReadsReadsReads"
 TESTS = Path(__file__).parents[1]
-# without Xet, which the server does not implement, without proxies, and without settings of another run
-LEFT_OUT = {"HF_HUB_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"}
+# without Xet, which the server does not implement, without proxies, and without settings of another
+# run
+LEFT_OUT = {
+    "HF_HUB_OFFLINE",
+    "HF_TOKEN",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "http_proxy",
+    "https_proxy",
+}
 
 
 class FailedError(Exception):
@@ -21,7 +32,9 @@ class FailedError(Exception):
 
     def __init__(self, kind, message, trace):
         super().__init__(f"{kind}: {message}\n{trace}")
-        self.kind, self.message, self.trace = kind, message, trace
+        self.kind = kind
+        self.message = message
+        self.trace = trace
 
 
 class Client:
@@ -34,7 +47,8 @@ class Client:
     """
 
     def __init__(self, url, home, **variables):
-        self.home, self.output = Path(home), Path(home) / "output.txt"
+        self.home = Path(home)
+        self.output = Path(home) / "output.txt"
         self.home.mkdir(parents=True, exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
         environment |= {
@@ -45,7 +59,9 @@ class Client:
             "HF_HOME": str(self.home / "hf_home"),
             "NO_PROXY": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), environment.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(TESTS), str(TESTS.parent), environment.get("PYTHONPATH", "")]
+            ),
         }
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(

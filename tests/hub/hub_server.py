@@ -1,7 +1,8 @@
 """A server with the Hub's endpoints: repositories, commits, large files, downloads.
 
-It keeps everything in memory, and fails on request of a test. It implements what the client uses with
-`HF_HUB_DISABLE_XET=1`, Git LFS over HTTP, and not the Xet protocol, whose client is not Python.
+It keeps everything in memory, and fails on request of a test. It implements what the client uses
+with `HF_HUB_DISABLE_XET=1`, Git LFS over HTTP, and not the Xet protocol, whose client is not
+Python.
 """
 
 import base64
@@ -48,13 +49,16 @@ class Repository:
 
     def at(self, revision):
         found = [commit for commit in self.commits if revision in (commit.oid, "main")]
-        return found[-1] if found else None
+        if found:
+            return found[-1]
+        return None
 
 
 class RefusedError(Exception):
     def __init__(self, status, message, code=None):
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 class Hub:
@@ -73,7 +77,9 @@ class Hub:
         self.echo = False  # errors repeat the token, which no server should do
 
     def __enter__(self):
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
+        self.server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self})
+        )
         self.server.daemon_threads = True
         Thread(target=self.server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -88,14 +94,18 @@ class Hub:
     def user(self, header):
         token = (header or "").removeprefix("Bearer ")
         if token not in self.tokens:
-            raise RefusedError(401, "Invalid credentials in Authorization header" + f" {token}" * self.echo)
+            raise RefusedError(
+                401, "Invalid credentials in Authorization header" + f" {token}" * self.echo
+            )
         return self.tokens[token]
 
     def may_write(self, header, repo):
         name, writes = self.user(header)
         if not writes or repo.split("/")[0] != name:
             token = (header or "").removeprefix("Bearer ")
-            raise RefusedError(403, f"You don't have the rights to write to {repo}" + f" with {token}" * self.echo)
+            raise RefusedError(
+                403, f"You don't have the rights to write to {repo}" + f" with {token}" * self.echo
+            )
 
     def repository(self, name):
         if name not in self.repositories:
@@ -115,7 +125,10 @@ class Hub:
         name, _ = self.user(ask.authorization)
         repo = f"{given.get('organization') or name}/{given['name']}"
         if repo in self.repositories:
-            return {"error": "You already created this model repo", "url": f"{self.url}/{repo}"}, 409
+            return {
+                "error": "You already created this model repo",
+                "url": f"{self.url}/{repo}",
+            }, 409
         self.may_write(ask.authorization, repo)
         self.repositories[repo] = Repository(
             [Commit("0" * 40, "initial commit", {".gitattributes": b""}, frozenset())]
@@ -136,10 +149,14 @@ class Hub:
         commit = self.commit_at(repo, revision)
         answers = []
         for entry in json.loads(ask.body)["files"]:
-            path, large = entry["path"], LARGE.search(entry["path"]) or entry["size"] > 10 * 2**20
+            path = entry["path"]
+            large = LARGE.search(entry["path"]) or entry["size"] > 10 * 2**20
             held = commit.files.get(path)
             oid = None if held is None else (sha256(held) if large else git_sha1(held))
-            mode = "lfs" if large else "regular"
+            if large:
+                mode = "lfs"
+            else:
+                mode = "regular"
             answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         return {"files": answers}
 
@@ -147,9 +164,13 @@ class Hub:
         self.may_write(ask.authorization, repo)
         objects = []
         for entry in json.loads(ask.body)["objects"]:
-            oid, size = entry["oid"], entry["size"]
+            oid = entry["oid"]
+            size = entry["size"]
             upload = {"href": f"{self.url}/_lfs/upload/{oid}?sign=s"}
-            new = {} if oid in self.objects else {"actions": {"upload": upload}}
+            if oid in self.objects:
+                new = {}
+            else:
+                new = {"actions": {"upload": upload}}
             objects.append({"oid": oid, "size": size} | new)
         return {"transfer": "basic", "objects": objects}
 
@@ -165,10 +186,13 @@ class Hub:
     def commit(self, ask, repo, revision):
         self.may_write(ask.authorization, repo)
         before = self.commit_at(repo, revision)
-        files, large, header = dict(before.files), set(before.large), {}
+        files = dict(before.files)
+        large = set(before.large)
+        header = {}
         for line in filter(None, ask.body.split(b"\n")):
             entry = json.loads(line)
-            key, value = entry["key"], entry["value"]
+            key = entry["key"]
+            value = entry["value"]
             if key == "header":
                 header = value
             elif key == "file":
@@ -184,15 +208,25 @@ class Hub:
                 raise RefusedError(400, f"unknown operation {key}")
         repository = self.repository(repo)
         oid = hashlib.sha1(f"{repo}{len(repository.commits)}".encode()).hexdigest()
-        repository.commits.append(Commit(oid, header["summary"], files, frozenset(large & files.keys())))
+        repository.commits.append(
+            Commit(oid, header["summary"], files, frozenset(large & files.keys()))
+        )
         return {"commitUrl": f"{self.url}/{repo}/commit/{oid}", "commitOid": oid}
 
     def information(self, ask, repo, revision="main"):
         commit = self.commit_at(repo, revision)
-        return {"id": repo, "modelId": repo, "sha": commit.oid, "private": False, "tags": [], "downloads": 0}
+        return {
+            "id": repo,
+            "modelId": repo,
+            "sha": commit.oid,
+            "private": False,
+            "tags": [],
+            "downloads": 0,
+        }
 
     def tree(self, ask, repo, revision, folder=None):
-        commit, entries = self.commit_at(repo, revision), []
+        commit = self.commit_at(repo, revision)
+        entries = []
         for path, data in sorted(commit.files.items()):
             if folder is None or path.startswith(f"{folder}/"):
                 entry = {"type": "file", "path": path, "size": len(data), "oid": git_sha1(data)}
@@ -204,7 +238,8 @@ class Hub:
         return entries
 
     def resolve(self, ask, repo, revision, path):
-        commit, path = self.commit_at(repo, revision), unquote(path)
+        commit = self.commit_at(repo, revision)
+        path = unquote(path)
         if path not in commit.files:
             raise RefusedError(404, "Entry not found", "EntryNotFound")
         data = commit.files[path]
@@ -236,21 +271,34 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self):
         path = urlsplit(self.path).path
-        self.authorization, status, headers = self.headers.get("Authorization"), 200, {}
+        self.authorization = self.headers.get("Authorization")
+        status = 200
+        headers = {}
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         try:
             result = self._route("GET" if self.command == "HEAD" else self.command, path)
             if isinstance(result, tuple):
                 result, status, *more = result
-                headers = more[0] if more else {}
+                if more:
+                    headers = more[0]
+                else:
+                    headers = {}
         except RefusedError as error:
-            status, result = error.status, {"error": str(error)}
-            headers = {"X-Error-Message": str(error)} | ({"X-Error-Code": error.code} if error.code else {})
-        data = result if isinstance(result, bytes) else json.dumps(result).encode()
+            status = error.status
+            result = {"error": str(error)}
+            headers = {"X-Error-Message": str(error)} | (
+                {"X-Error-Code": error.code} if error.code else {}
+            )
+        if isinstance(result, bytes):
+            data = result
+        else:
+            data = json.dumps(result).encode()
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Type", "application/octet-stream" if data is result else "application/json")
+        self.send_header(
+            "Content-Type", "application/octet-stream" if data is result else "application/json"
+        )
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command != "HEAD":
@@ -262,5 +310,7 @@ class Handler(BaseHTTPRequestHandler):
         for verb, pattern, function in ROUTES:
             match = re.fullmatch(pattern, path)
             if verb == method and match:
-                return function(self.hub, self, **{k: v for k, v in match.groupdict().items() if v is not None})
+                return function(
+                    self.hub, self, **{k: v for k, v in match.groupdict().items() if v is not None}
+                )
         raise RefusedError(404, f"{method} {path} is not implemented")

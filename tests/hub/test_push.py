@@ -1,4 +1,5 @@
-"""Push to a local server with the Hub's endpoints, by the Hub's own client, and load what it then holds."""
+"""Push to a local server with the Hub's endpoints, by the Hub's own client, and load what it
+then holds."""
 
 import json
 import re
@@ -14,7 +15,13 @@ from tiny import config
 
 from trl_ppo_ext.checkpoints.hub import push_in_background
 
-PLAIN = {"README.md", "adapter_config.json", "adapter_model.safetensors", "value_head.safetensors", "ppo_state.json"}
+PLAIN = {
+    "README.md",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "value_head.safetensors",
+    "ppo_state.json",
+}
 PLAIN |= {".gitattributes", "tokenizer.json", "tokenizer_config.json", "report.html"}
 FIRST_BLOCKS = re.compile(r"```python\n(.*?)```", re.DOTALL)
 SEEN = """
@@ -39,7 +46,11 @@ def contents(folder):
 
 def held(hub, repo, folder=""):
     files = hub.repositories[f"me/{repo}"].files
-    return {path.removeprefix(folder): sha256(data) for path, data in files.items() if path.startswith(folder)}
+    return {
+        path.removeprefix(folder): sha256(data)
+        for path, data in files.items()
+        if path.startswith(folder)
+    }
 
 
 def push_base(client, repo):
@@ -48,7 +59,8 @@ def push_base(client, repo):
 
 
 def test_pushed_adapter_loads_as_the_trained_policy_exactly(hub, client, reader):
-    """The card's code loads base and adapter from the server in another process, without this package: bit for bit."""
+    """The card's code loads base and adapter from the server in another process, without this
+    package: bit for bit."""
     push_base(client, "me/base")
     client.run(f"os.environ['HF_TOKEN'] = {TOKEN!r}")
     folder = train(client, "whole", base="me/base", critic="adapter")
@@ -56,20 +68,35 @@ def test_pushed_adapter_loads_as_the_trained_policy_exactly(hub, client, reader)
     client.run(f"policy = built.actor_critic.policy.eval()\n{SEEN}save_file(seen, 'trained')")
 
     files = hub.repositories["me/whole"].files
-    assert files.keys() == PLAIN | {"critic/adapter_config.json", "critic/adapter_model.safetensors"}
+    assert files.keys() == PLAIN | {
+        "critic/adapter_config.json",
+        "critic/adapter_model.safetensors",
+    }
     assert b"Completions" in files["report.html"]
     local = contents(folder)
-    assert all(local[path] == digest for path, digest in held(hub, "whole").items() if path != ".gitattributes")
-    assert not hub.repositories["me/whole"].commits[-1].large - {path for path in files if "safetensors" in path}
+    assert all(
+        local[path] == digest
+        for path, digest in held(hub, "whole").items()
+        if path != ".gitattributes"
+    )
+    assert not hub.repositories["me/whole"].commits[-1].large - {
+        path for path in files if "safetensors" in path
+    }
 
     code = "".join(FIRST_BLOCKS.findall(files["README.md"].decode()))
     assert '"me/base"' in code and '"me/whole"' in code and str(client.home) not in code
     reader.run("import sys\nsys.modules['trl_ppo_ext'] = None  # importing it would fail")
-    reader.run(f"{code}\nimport torch\nfrom safetensors.torch import save_file\npolicy = model\n{SEEN}")
+    reader.run(
+        f"{code}\nimport torch\nfrom safetensors.torch import save_file\npolicy = model\n{SEEN}"
+    )
     reader.run("save_file(seen, 'loaded')\ndel sys.modules['trl_ppo_ext']")
-    trained, loaded = (load_file(path)["logits"] for path in (client.home / "trained", reader.home / "loaded"))
+    trained, loaded = (
+        load_file(path)["logits"] for path in (client.home / "trained", reader.home / "loaded")
+    )
     assert torch.equal(trained, loaded)
-    client.run(f"policy = AutoModelForCausalLM.from_pretrained('base')\n{SEEN}save_file(seen, 'untrained')")
+    client.run(
+        f"policy = AutoModelForCausalLM.from_pretrained('base')\n{SEEN}save_file(seen, 'untrained')"
+    )
     assert not torch.allclose(load_file(client.home / "untrained")["logits"], trained, atol=1e-3)
 
 
@@ -88,7 +115,9 @@ def test_push_after_a_failed_push_completes_it(hub, client):
     after = contents(folder)
     assert all(after[path] == digest for path, digest in before.items() if path != "README.md")
     repository = hub.repositories["me/failed"]
-    assert repository.messages == ["initial commit"] and repository.files.keys() == {".gitattributes"}
+    assert repository.messages == ["initial commit"] and repository.files.keys() == {
+        ".gitattributes"
+    }
 
     arrived = set(hub.objects)
     hub.uploads.clear()
@@ -97,7 +126,11 @@ def test_push_after_a_failed_push_completes_it(hub, client):
     assert hub.uploads and not arrived & {*hub.uploads}
     local = contents(folder)
     assert held(hub, "failed").keys() == PLAIN
-    assert all(local[path] == digest for path, digest in held(hub, "failed").items() if path != ".gitattributes")
+    assert all(
+        local[path] == digest
+        for path, digest in held(hub, "failed").items()
+        if path != ".gitattributes"
+    )
     load(hub.repositories["me/failed"].files["adapter_model.safetensors"])
 
 
@@ -109,7 +142,10 @@ def test_wrong_token_is_rejected_before_training(hub, client):
     assert caught.value.kind == "PushError" and wrong not in str(caught.value)
     for said in ("401", "hf auth login", "hub_token"):
         assert said in caught.value.message
-    assert "me/nobody" not in hub.repositories and not (client.home / "nobody" / "run_log.jsonl").exists()
+    assert (
+        "me/nobody" not in hub.repositories
+        and not (client.home / "nobody" / "run_log.jsonl").exists()
+    )
 
 
 def test_rejected_push_keeps_all_files_and_hides_the_token(hub, client):
@@ -119,7 +155,10 @@ def test_rejected_push_keeps_all_files_and_hides_the_token(hub, client):
         with pytest.raises(FailedError) as caught:
             client.run(f"built.push_to_hub(token={token!r})")
         assert caught.value.kind == "PushError" and str(status) in caught.value.message
-        assert token not in str(caught.value) and f"`{folder.name}` was not pushed" in caught.value.message
+        assert (
+            token not in str(caught.value)
+            and f"`{folder.name}` was not pushed" in caught.value.message
+        )
         assert contents(folder).keys() >= PLAIN - {".gitattributes"}
         assert token.encode() not in client.output.read_bytes()
     client.run(f"built.push_to_hub(token={TOKEN!r})")
@@ -128,15 +167,30 @@ def test_rejected_push_keeps_all_files_and_hides_the_token(hub, client):
 
 def test_run_with_rejected_pushes_warns_and_trains_to_its_end(hub, client):
     """The repository exists, so the run begins; a read-only token fails at the first push."""
-    client.run(f"from huggingface_hub import create_repo\ncreate_repo('me/closed', token={TOKEN!r})")
-    hub.echo, printed = True, client.output.stat().st_size
-    settings = {"save_strategy": "steps", "save_steps": 1, "hub_strategy": "checkpoint", "hub_always_push": True}
+    client.run(
+        f"from huggingface_hub import create_repo\ncreate_repo('me/closed', token={TOKEN!r})"
+    )
+    hub.echo = True
+    printed = client.output.stat().st_size
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "hub_strategy": "checkpoint",
+        "hub_always_push": True,
+    }
     folder = train(client, "closed", token=READER, **settings)
     assert client.run("result = built.state.global_step") == 2
-    assert (folder / "checkpoint-1").is_dir() and (folder / "checkpoint-2" / "manifest.json").is_file()
+    assert (folder / "checkpoint-1").is_dir() and (
+        folder / "checkpoint-2" / "manifest.json"
+    ).is_file()
     assert not list(folder.glob(".pushing*"))
     said = client.output.read_bytes()[printed:].decode()
-    assert "The push of step 2 failed" in said and "403" in said and "write access" in said and READER not in said
+    assert (
+        "The push of step 2 failed" in said
+        and "403" in said
+        and "write access" in said
+        and READER not in said
+    )
     assert hub.repositories["me/closed"].messages == ["initial commit"]
 
 
@@ -155,14 +209,21 @@ def test_hub_strategy_end_pushes_only_on_request(hub, client):
 
 
 def test_hub_strategy_every_save_pushes_each_checkpoints_weights(hub, client):
-    """Even if the run has overwritten its files, and deleted the checkpoint, before the push begins."""
+    """Even if the run has overwritten its files, and deleted the checkpoint, before the push
+    begins."""
     card = client.home / "each" / "README.md"
     hub.hold = lambda: card.is_file() and "(step 4)" in card.read_text()
     folder = train(client, "each", hub_strategy="every_save", save_total_limit=1, **STEPS)
     first, second = hub.repositories["me/each"].commits[1:]
-    assert [first.message, second.message] == ["Training in progress, step 2", "Training in progress, step 4"]
+    assert [first.message, second.message] == [
+        "Training in progress, step 2",
+        "Training in progress, step 4",
+    ]
     assert first.files.keys() == second.files.keys() == PLAIN
-    assert not any("checkpoint" in path for path in second.files) and not (folder / "checkpoint-2").exists()
+    assert (
+        not any("checkpoint" in path for path in second.files)
+        and not (folder / "checkpoint-2").exists()
+    )
     step_4 = contents(folder / "checkpoint-4")
     name = "adapter_model.safetensors"
     assert sha256(second.files[name]) == step_4[name] != sha256(first.files[name])
@@ -173,8 +234,12 @@ def test_hub_strategy_every_save_pushes_each_checkpoints_weights(hub, client):
 
 def test_hub_strategy_checkpoint_pushes_one_that_resumes_exactly(hub, client):
     folder = train(client, "last", hub_strategy="checkpoint", lr_scheduler_type="constant", **STEPS)
-    assert held(hub, "last", "last-checkpoint/").items() >= contents(folder / "checkpoint-4").items()
-    paths = [path for path in held(hub, "last") if path.startswith(("checkpoint", "last-checkpoint"))]
+    assert (
+        held(hub, "last", "last-checkpoint/").items() >= contents(folder / "checkpoint-4").items()
+    )
+    paths = [
+        path for path in held(hub, "last") if path.startswith(("checkpoint", "last-checkpoint"))
+    ]
     assert {path.split("/")[0] for path in paths} == {"last-checkpoint"}
     resumed = """
 from huggingface_hub import snapshot_download
@@ -197,7 +262,9 @@ def test_hub_strategy_all_checkpoints_pushes_each(hub, client):
     assert held(hub, "all", "checkpoint-4/").items() >= contents(folder / "checkpoint-4").items()
     files = hub.repositories["me/all"].files
     listed = json.loads(files["checkpoint-2/manifest.json"])
-    assert listed and all(sha256(files[f"checkpoint-2/{name}"]) == entry["sha256"] for name, entry in listed.items())
+    assert listed and all(
+        sha256(files[f"checkpoint-2/{name}"]) == entry["sha256"] for name, entry in listed.items()
+    )
 
 
 def test_push_in_background_skips_other_processes(tmp_path):
@@ -220,7 +287,11 @@ def test_pushed_files_hold_no_token_and_no_pickle(hub, client):
         for commit in repository.commits:
             for path, data in commit.files.items():
                 assert TOKEN.encode() not in data and READER.encode() not in data, (repo, path)
-                assert not path.endswith((".bin", ".pkl")) and ".saving" not in path and ".pushing" not in path
+                assert (
+                    not path.endswith((".bin", ".pkl"))
+                    and ".saving" not in path
+                    and ".pushing" not in path
+                )
     for path in client.home.rglob("*"):
         if path.is_file():
             assert TOKEN.encode() not in path.read_bytes(), path
@@ -232,16 +303,22 @@ import sys, trl_ppo_ext.checkpoints.hub, trl_ppo_ext.trainer
 result = sorted({"bokeh", "openai", "trl_ppo_ext.rewards.http"} & sys.modules.keys())
 """
     assert reader.run(loaded) == []
-    assert reader.run("from trl_ppo_ext import Judge\nresult = 'trl_ppo_ext.rewards.http' in sys.modules")
+    assert reader.run(
+        "from trl_ppo_ext import Judge\nresult = 'trl_ppo_ext.rewards.http' in sys.modules"
+    )
 
 
 def test_dequantized_base_of_the_hub_records_its_commit(hub, client):
     push_base(client, "me/base-4bit")
-    client.run(f"import sys\nsys.path.insert(0, {str(TESTS.parent / 'recipes')!r})\nimport dequantize")
+    client.run(
+        f"import sys\nsys.path.insert(0, {str(TESTS.parent / 'recipes')!r})\nimport dequantize"
+    )
     client.run("dequantize.main(['me/base-4bit', 'plain', '--device', 'cpu'])")
     files = contents(client.home / "plain")
     record = json.loads((client.home / "plain" / "dequantized.json").read_text())
     assert record["base_model"] == "me/base-4bit"
     assert record["revision"] == hub.repositories["me/base-4bit"].commits[-1].oid
     copied = {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert all(files[name] == digest for name, digest in held(hub, "base-4bit").items() if name in copied)
+    assert all(
+        files[name] == digest for name, digest in held(hub, "base-4bit").items() if name in copied
+    )

@@ -1,9 +1,11 @@
-"""A problem small enough that everything can be enumerated: the best policy is known, and so is every objective.
+"""A problem small enough that everything can be enumerated: the best policy is known, and so is
+every objective.
 
-Responses have at most two tokens, and EOS ends one early: 91 responses for a vocabulary of 10 (or one token: 10). With
-a tabulated reward r the best KL-regularised policy is π*(y|x) ∝ π_ref(y|x)·exp(r(x, y)/β), with J* =
-β·log Σ π_ref·exp(r/β). A reference that sees more is π_ref(y|s), with what it is shown for s.
-What the model itself can reach is found by exact gradient ascent on J with the same adapter.
+Responses have at most two tokens, and EOS ends one early: 91 responses for a vocabulary of 10 (or
+one token: 10). With a tabulated reward r the best KL-regularised policy is π*(y|x) ∝
+π_ref(y|x)·exp(r(x, y)/β), with J* = β·log Σ π_ref·exp(r/β). A reference that sees more is
+π_ref(y|s), with what it is shown for s. What the model itself can reach is found by exact gradient
+ascent on J with the same adapter.
 """
 
 import copy
@@ -17,7 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 
-VOCABULARY, EOS, PAD, BETA, PROMPTS = 10, 1, 0, 0.5, 6
+VOCABULARY = 10
+EOS = 1
+PAD = 0
+BETA = 0.5
+PROMPTS = 6
 RESPONSES = {
     1: [[a] for a in range(VOCABULARY)],
     2: [[EOS]] + [[a, b] for a in range(VOCABULARY) if a != EOS for b in range(VOCABULARY)],
@@ -54,12 +60,15 @@ def lora():
 
 class Problem:
     def __init__(self, seed, length=2):
-        self.length, self.responses = length, RESPONSES[length]
+        self.length = length
+        self.responses = RESPONSES[length]
         generator = torch.Generator().manual_seed(1000 + seed)
         first = torch.randperm(VOCABULARY - 2, generator=generator)[:PROMPTS] + 2
         second = torch.randint(2, VOCABULARY, (PROMPTS,), generator=generator)
         self.prompts = torch.stack([first, second], 1)
-        hints = torch.randint(2, VOCABULARY, (PROMPTS, 1), generator=torch.Generator().manual_seed(2000 + seed))
+        hints = torch.randint(
+            2, VOCABULARY, (PROMPTS, 1), generator=torch.Generator().manual_seed(2000 + seed)
+        )
         self.shown = torch.cat([hints, self.prompts], 1)  # to a reference that sees more
         self.rewards = torch.randn(PROMPTS, len(self.responses), generator=generator)
         self.index = {tuple(response): i for i, response in enumerate(self.responses)}
@@ -71,16 +80,27 @@ class Problem:
 
     def reward(self, prompts, completion_ids, **kwargs):
         rows = [self.prompt_index[prompt] for prompt in prompts]
-        return [float(self.rewards[row, self.index[tuple(ids)]]) for row, ids in zip(rows, completion_ids)]
+        return [
+            float(self.rewards[row, self.index[tuple(ids)]])
+            for row, ids in zip(rows, completion_ids)
+        ]
 
     def logprobs(self, policy, prompts=None):
-        """log π(y|x) of all responses to all prompts, `[prompts, responses]`, by plain forwards of the model."""
-        length, responses = self.length, self.responses
+        """log π(y|x) of all responses to all prompts, `[prompts, responses]`, by plain forwards
+        of the model."""
+        length = self.length
+        responses = self.responses
         prompts = self.prompts if prompts is None else prompts
         start = prompts.shape[1]
-        padded = torch.tensor([response + [PAD] * (length - len(response)) for response in responses])
-        counts = torch.tensor([[1] * len(response) + [0] * (length - len(response)) for response in responses])
-        ids = torch.cat([prompts.repeat_interleave(len(responses), 0), padded.repeat(PROMPTS, 1)], 1)
+        padded = torch.tensor(
+            [response + [PAD] * (length - len(response)) for response in responses]
+        )
+        counts = torch.tensor(
+            [[1] * len(response) + [0] * (length - len(response)) for response in responses]
+        )
+        ids = torch.cat(
+            [prompts.repeat_interleave(len(responses), 0), padded.repeat(PROMPTS, 1)], 1
+        )
         logits = policy(input_ids=ids).logits[:, start - 1 : start - 1 + length].log_softmax(-1)
         token = logits.gather(2, ids[:, start:, None])[..., 0]
         return (token * counts.repeat(PROMPTS, 1)).sum(1).reshape(PROMPTS, -1)
@@ -112,18 +132,24 @@ def exact_ascent(problem, base, steps=600, learning_rate=3e-3, reference=None):
 
 
 def gap(seed, output_dir, max_steps=1400, length=2, ascent_steps=600, prepare=None, **settings):
-    """Train with PPO and say how far it ends from what exact ascent reaches: (J_exact − J_PPO)/(J* − J_ref).
+    """Train with PPO and say how far it ends from what exact ascent reaches: (J_exact − J_PPO)/(J*
+    − J_ref).
 
     `prepare` changes the trainer before it trains.
     """
-    problem, base = Problem(seed, length), model(seed)
-    if settings.get("use_vllm"):  # which reads the base from disk, and has no kernel for heads of 16
+    problem = Problem(seed, length)
+    base = model(seed)
+    # which reads the base from disk, and has no kernel for heads of 16
+    if settings.get("use_vllm"):
         base = model(seed, head_dim=32)
         base.save_pretrained(f"{output_dir}/base")
         settings["vllm_kwargs"] = {"base_model": f"{output_dir}/base"}
     with torch.no_grad():
         start = problem.logprobs(base)
-        reference = problem.logprobs(base, problem.shown) if settings.get("reference_prompt") else start
+        if settings.get("reference_prompt"):
+            reference = problem.logprobs(base, problem.shown)
+        else:
+            reference = start
     exact = exact_ascent(problem, base, ascent_steps, reference=reference)
     defaults = {
         "use_cpu": True,
@@ -165,7 +191,10 @@ def gap(seed, output_dir, max_steps=1400, length=2, ascent_steps=600, prepare=No
     trainer.train()
     seconds = time.perf_counter() - begin
     with torch.no_grad():
-        reached = problem.objective(problem.logprobs(trainer.actor_critic.policy.eval()), reference).item()
-    best, away = problem.best(reference).item(), problem.objective(start, reference).item()
+        reached = problem.objective(
+            problem.logprobs(trainer.actor_critic.policy.eval()), reference
+        ).item()
+    best = problem.best(reference).item()
+    away = problem.objective(start, reference).item()
     numbers = {"ppo": reached, "exact": exact, "best": best, "reference": away, "seconds": seconds}
     return {"gap": (exact - reached) / (best - away), **numbers}

@@ -1,4 +1,5 @@
-"""Kill a run at random moments, resume it, and compare what comes of it with the run that nothing happened to.
+"""Kill a run at random moments, resume it, and compare what comes of it with the run that nothing
+happened to.
 
 Started as a process of its own; every process of a run is a fork of it.
 """
@@ -26,7 +27,16 @@ from trl_ppo_ext.checkpoints.atomic import checkpoints, find_damage
 
 STEPS = 12
 BOUND = 600  # seconds after which a process hangs, as long as it is not known how long a run takes
-TIMED = ("time/", "step_time", "tokens_per_second", "train_", "epoch", "eval_time/", "eval_runtime", "eval_samples_")
+TIMED = (
+    "time/",
+    "step_time",
+    "tokens_per_second",
+    "train_",
+    "epoch",
+    "eval_time/",
+    "eval_runtime",
+    "eval_samples_",
+)
 TIMED += ("eval_steps_",)
 SETTINGS = {
     "max_steps": STEPS,
@@ -47,9 +57,14 @@ def train(output_dir, settings):
     """Train in this process, from the newest whole checkpoint if there is one."""
     settings = SETTINGS | settings
     patience = settings.pop("patience", None)
-    callbacks = [EarlyStoppingCallback(patience)] if patience else None
-    rank, fails = int(os.environ.get("RANK", "0")), settings.pop("fails", None)
-    model, dataset = settings.pop("model", None) or llama(), prompts(settings.pop("rows", 16))
+    if patience:
+        callbacks = [EarlyStoppingCallback(patience)]
+    else:
+        callbacks = None
+    rank = int(os.environ.get("RANK", "0"))
+    fails = settings.pop("fails", None)
+    model = settings.pop("model", None) or llama()
+    dataset = prompts(settings.pop("rows", 16))
     if settings.pop("stream", False):
         dataset = dataset.to_iterable_dataset().shuffle(seed=3, buffer_size=5)
     if settings.pop("disk", None) == rank:
@@ -76,7 +91,8 @@ def train(output_dir, settings):
 
 def fill_disk():
     """From now on, there is no room for the third thing that this process writes."""
-    save_file, left = saving.save_file, iter([True, True])
+    save_file = saving.save_file
+    left = iter([True, True])
 
     def full(*args):
         if not next(left, False):
@@ -93,14 +109,18 @@ def drawn(output_dir, processes):
         for line in (Path(output_dir) / f"prompts-{rank}").read_text().splitlines():
             step, prompts = json.loads(line)
             if found.setdefault((rank, step), prompts) != prompts:
-                raise AssertionError(f"process {rank} drew other prompts at step {step} when it was resumed")
+                raise AssertionError(
+                    f"process {rank} drew other prompts at step {step} when it was resumed"
+                )
     return found
 
 
 def newest(output_dir):
     """Step of the newest checkpoint; 0 without one."""
     found = checkpoints(output_dir)
-    return int(found[0].name.split("-")[1]) if found else 0
+    if found:
+        return int(found[0].name.split("-")[1])
+    return 0
 
 
 def outcome(output_dir):
@@ -118,7 +138,9 @@ def outcome(output_dir):
 
 def same(one, other):
     """Whether two outcomes are equal, bit for bit."""
-    weights = one[0].keys() == other[0].keys() and all(torch.equal(x, other[0][name]) for name, x in one[0].items())
+    weights = one[0].keys() == other[0].keys() and all(
+        torch.equal(x, other[0][name]) for name, x in one[0].items()
+    )
     return weights and one[1] == other[1]
 
 
@@ -132,12 +154,16 @@ class Killer:
     """
 
     def __init__(self, folder, processes, settings):
-        self.folder, self.processes, self.settings = folder, processes, settings
+        self.folder = folder
+        self.processes = processes
+        self.settings = settings
         self.random = random.Random(0)
-        self.bound, began = BOUND, time.monotonic()
+        self.bound = BOUND
+        began = time.monotonic()
         codes = self.finished(self.start(folder / "whole"))
         assert codes == [0] * processes, codes
-        self.length, self.expected = time.monotonic() - began, outcome(folder / "whole")
+        self.length = time.monotonic() - began
+        self.expected = outcome(folder / "whole")
         self.bound = max(60.0, 5 * self.length)
         self.drawn = drawn(folder / "whole", processes)
 
@@ -150,20 +176,26 @@ class Killer:
     def kill(self, name, number, whom):
         """Send a signal to one process or to all of them, and resume; say what came of it.
 
-        At a random moment; or, where `whom` is a step, to one when a checkpoint of that step or a later one is there.
+        At a random moment; or, where `whom` is a step, to one when a checkpoint of that step or a
+        later one is there.
         """
         output_dir = self.folder / name
-        children, moment = self.start(output_dir), self.random.uniform(0.02, 0.98) * self.length
+        children = self.start(output_dir)
+        moment = self.random.uniform(0.02, 0.98) * self.length
         if isinstance(whom, int):
             waited = time.monotonic() + self.bound
             while newest(output_dir) < whom and time.monotonic() < waited:
                 time.sleep(0.005)
         else:
             time.sleep(moment)
-        chosen = children if whom == "all" else [children[self.random.randrange(len(children))]]
+        if whom == "all":
+            chosen = children
+        else:
+            chosen = [children[self.random.randrange(len(children))]]
         for child in chosen:
             os.kill(child, number)
-        codes, step = self.finished(children), newest(output_dir)
+        codes = self.finished(children)
+        step = newest(output_dir)
         ended = self.finished(self.start(output_dir))
         equal = (
             ended == [0] * self.processes
@@ -190,18 +222,26 @@ class Killer:
 
 
 def main(folder, scenarios, settings):
-    """Print what came of each scenario: processes, the signal or what fails, for whom, how often, own settings."""
+    """Print what came of each scenario: processes, the signal or what fails, for whom, how
+    often, own settings."""
     logging.set_verbosity_error()
     if settings.get("use_vllm"):
         import vllm  # noqa: F401  once, for all forks
-    folder, killers = Path(folder), {}
+    folder = Path(folder)
+    killers = {}
     for name, (processes, number, whom, times, *own) in scenarios.items():
         kind = f"{processes} {own}"
         if kind not in killers:
-            killers[kind] = Killer(folder / (name if own else f"{processes}"), processes, settings | dict(*own))
+            killers[kind] = Killer(
+                folder / (name if own else f"{processes}"), processes, settings | dict(*own)
+            )
         for turn in range(times):
             if number in ("fails", "disk"):
-                saving = {"save_strategy": "no"} if number == "fails" else {}  # the error itself saves
+                # the error itself saves
+                if number == "fails":
+                    saving = {"save_strategy": "no"}
+                else:
+                    saving = {}
                 told = killers[kind].fail(f"{name}-{turn}", **{number: whom}, **saving)
             else:
                 told = killers[kind].kill(f"{name}-{turn}", getattr(signal, number), whom)

@@ -1,4 +1,5 @@
-"""A checkpoint is not resumed with another model, tokenizer, reward or dataset, unless that is allowed."""
+"""A checkpoint is not resumed with another model, tokenizer, reward or dataset, unless that is
+allowed."""
 
 import logging
 import re
@@ -23,11 +24,16 @@ def brevity(completion_ids, **kwargs):
 
 
 def lora(**changes):
-    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | changes)
+    return LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        | changes
+    )
 
 
 def trainer(folder, **changes):
-    args = SAVING | {name: changes.pop(name) for name in changes.keys() & PPOConfig.__dataclass_fields__.keys()}
+    args = SAVING | {
+        name: changes.pop(name) for name in changes.keys() & PPOConfig.__dataclass_fields__.keys()
+    }
     usual = {
         "model": llama(),
         "reward_funcs": [length_reward, llama(classifier=True)],
@@ -53,7 +59,9 @@ def favors(weight):
 def other_row(number, rows=1000):
     """A dataset of which one row differs, that a sample of all rows misses."""
     dataset = prompts(rows)
-    return dataset.map(lambda row, index: {"target": 9 if index == number else row["target"]}, with_indices=True)
+    return dataset.map(
+        lambda row, index: {"target": 9 if index == number else row["target"]}, with_indices=True
+    )
 
 
 # by the name in the message: what differs
@@ -63,7 +71,9 @@ CHANGES = {
     "tokenizer": lambda: {"processing_class": tokenizer(WORDS[::-1], CHAT_TEMPLATE)},
     "chat_template": lambda: {"processing_class": tokenizer(chat_template="{{ messages }}")},
     "rewards": lambda: {"reward_funcs": [brevity, llama(classifier=True)]},
-    "rewards of another model": lambda: {"reward_funcs": [length_reward, llama(classifier=True, seed=1)]},
+    "rewards of another model": lambda: {
+        "reward_funcs": [length_reward, llama(classifier=True, seed=1)]
+    },
     "train_dataset": lambda: {"train_dataset": prompts(15)},
     "train_dataset of other rows": lambda: {"train_dataset": mapped(target=3)},
     "curriculum": lambda: {"curriculum": lambda episodes, scores: 1 + scores},
@@ -87,7 +97,10 @@ def test_same_inputs_resume(run, tmp_path):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_input_is_refused_by_name(run, change):
-    with pytest.raises(CheckpointError, match=rf"{change.partition(' of ')[0]} \(was .*resume_with_changed_settings"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{change.partition(' of ')[0]} \(was .*resume_with_changed_settings",
+    ):
         trainer(run, **CHANGES[change]()).train(resume_from_checkpoint=True)
 
 
@@ -108,18 +121,26 @@ def test_changed_input_is_allowed_by_a_setting(run, tmp_path):
     [
         ({"max_steps": 4}, r"max_steps \(was 2, is 4\)", [7.5e-4, 5e-4, 2.5e-4]),
         ({"learning_rate": 1e-4}, r"learning_rate \(was 0.001, is 0.0001\)", [5e-5]),
-        ({"lr_scheduler_type": "constant", "weight_decay": 0.1}, r"lr_scheduler_type \(.*, weight_decay \(", [1e-3]),
+        (
+            {"lr_scheduler_type": "constant", "weight_decay": 0.1},
+            r"lr_scheduler_type \(.*, weight_decay \(",
+            [1e-3],
+        ),
         ({"critic_learning_rate": 1e-2}, r"critic_learning_rate \(was None, is 0.01\)", [5e-4]),
     ],
     ids=str,
 )
-def test_changed_rates_and_length_continue_the_run(run, tmp_path, caplog, monkeypatch, changes, listed, rates):
+def test_changed_rates_and_length_continue_the_run(
+    run, tmp_path, caplog, monkeypatch, changes, listed, rates
+):
     monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
     again = trainer(tmp_path, **changes)
     again.train(resume_from_checkpoint=str(run / "checkpoint-1"))
     assert re.search(rf"The run resumes under other settings: {listed}", caplog.text)
     assert [
-        log["learning_rate"] for log in again.state.log_history if log.get("step", 0) > 1 and "loss" in log
+        log["learning_rate"]
+        for log in again.state.log_history
+        if log.get("step", 0) > 1 and "loss" in log
     ] == rates
     groups = again.optimizer.param_groups
     assert groups[0]["weight_decay"] == changes.get("weight_decay", 0.0)
@@ -141,7 +162,8 @@ def test_changed_logging_takes_effect(run, tmp_path):
 def test_minibatches_may_be_cut_otherwise(run, tmp_path):
     """Within a rollout; the weights differ by rounding."""
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    whole, again = trainer(tmp_path / "whole"), trainer(tmp_path / "again", **sizes)
+    whole = trainer(tmp_path / "whole")
+    again = trainer(tmp_path / "again", **sizes)
     for built in (whole, again):
         built.train(resume_from_checkpoint=str(run / "checkpoint-1"))
     torch.testing.assert_close(weights(again), weights(whole), rtol=0, atol=1e-6)
@@ -181,7 +203,9 @@ def test_curriculum_of_another_code_is_refused(tmp_path, change):
     saved = SAVED.get(change, lambda: lambda episodes, scores: 1 + scores)
     trainer(tmp_path, curriculum=saved(), max_steps=1).train()
     with pytest.raises(CheckpointError, match=r"curriculum \(was '.* \(\w+\)', is '.* \(\w+\)'\)"):
-        trainer(tmp_path, curriculum=OTHERS[change](), max_steps=1).train(resume_from_checkpoint=True)
+        trainer(tmp_path, curriculum=OTHERS[change](), max_steps=1).train(
+            resume_from_checkpoint=True
+        )
     trainer(tmp_path, curriculum=saved(), max_steps=1).train(
         resume_from_checkpoint=True
     )  # the same code, defined anew
@@ -216,10 +240,18 @@ def test_changed_quantization_is_refused_by_name(run, tmp_path):
     llama().save_pretrained(tmp_path)
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     with pytest.raises(CheckpointError, match=r"quantization_config \(was None, is .*nf4"):
-        trainer(run, model=str(tmp_path), quantization_config=nf4).train(resume_from_checkpoint=True)
+        trainer(run, model=str(tmp_path), quantization_config=nf4).train(
+            resume_from_checkpoint=True
+        )
 
 
-WITHIN = {"max_steps": 8, "save_steps": 2, "save_strategy": "steps", "learning_rate": 0.0, "num_ppo_epochs": 2}
+WITHIN = {
+    "max_steps": 8,
+    "save_steps": 2,
+    "save_strategy": "steps",
+    "learning_rate": 0.0,
+    "num_ppo_epochs": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -234,18 +266,31 @@ WITHIN = {"max_steps": 8, "save_steps": 2, "save_strategy": "steps", "learning_r
     ],
     ids=str,
 )
-def test_unfinished_rollout_of_other_settings_is_dropped(tmp_path, changes, drops, caplog, monkeypatch):
-    """Its log-probs are those of the earlier settings: at a rate of 0, later ratios would not be 1."""
+def test_unfinished_rollout_of_other_settings_is_dropped(
+    tmp_path, changes, drops, caplog, monkeypatch
+):
+    """Its log-probs are those of the earlier settings: at a rate of 0, later ratios would not be
+    1."""
     monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
     first = trainer(tmp_path, **WITHIN | {"logging_steps": 1})
     first.train()
     settings = WITHIN | {"logging_steps": 1, "resume_with_changed_settings": True} | changes
-    again = trainer(shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-again"), **settings)
+    again = trainer(
+        shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-again"), **settings
+    )
     collected = []
     collect = again._collect
-    monkeypatch.setattr(again, "_collect", lambda rows: (collected.append(again.state.global_step), collect(rows)))
-    again.train(resume_from_checkpoint=str(tmp_path.parent / f"{tmp_path.name}-again" / "checkpoint-2"))
+    monkeypatch.setattr(
+        again, "_collect", lambda rows: (collected.append(again.state.global_step), collect(rows))
+    )
+    again.train(
+        resume_from_checkpoint=str(tmp_path.parent / f"{tmp_path.name}-again" / "checkpoint-2")
+    )
     assert collected[0] == (2 if drops else 4) and 4 in collected  # rollouts stay where they were
     assert ("unfinished rollout is of the earlier settings" in caplog.text) == drops
-    ratios = [row["ratio/max"] for row in again.state.log_history if "ratio/max" in row and row["step"] > 2]
+    ratios = [
+        row["ratio/max"]
+        for row in again.state.log_history
+        if "ratio/max" in row and row["step"] > 2
+    ]
     assert ratios and max(ratios) == pytest.approx(1, abs=1e-4)

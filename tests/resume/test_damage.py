@@ -52,7 +52,9 @@ def removed(file):
 
 
 def files_of(directory):
-    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    return sorted(
+        str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,9 @@ def test_damaged_file_is_named_and_the_older_checkpoint_used(copy, file, damage,
 
 def test_other_directories_are_not_called_damaged(tmp_path):
     for other in (tmp_path, tmp_path / "chekpoint-2"):
-        with pytest.raises(CheckpointError, match=r"` has no manifest.json: it does not exist, or is of another"):
+        with pytest.raises(
+            CheckpointError, match=r"` has no manifest.json: it does not exist, or is of another"
+        ):
             verify(other)
 
 
@@ -109,7 +113,11 @@ def test_run_falls_back_unless_a_damaged_checkpoint_is_named(run, copy):
 
 
 def weights_of(directory):
-    return {name: (directory / name).read_bytes() for name in FILES if "adapter_model" in name or "value_head" in name}
+    return {
+        name: (directory / name).read_bytes()
+        for name in FILES
+        if "adapter_model" in name or "value_head" in name
+    }
 
 
 def test_unfinished_checkpoint_is_never_used(copy):
@@ -174,14 +182,17 @@ def test_limit_keeps_the_latest_and_the_best(copy, limit, kept):
 def test_limit_never_deletes_the_last_valid_checkpoint(copy):
     one_bit_flipped(copy / "checkpoint-2" / "optimizer.pt")
     os.rename(copy / "checkpoint-2", copy / "checkpoint-7")
-    built = trainer(copy, max_steps=3, save_total_limit=1, **SAVING | {"resume_with_changed_settings": True})
+    built = trainer(
+        copy, max_steps=3, save_total_limit=1, **SAVING | {"resume_with_changed_settings": True}
+    )
     built.train(resume_from_checkpoint=True)
     assert [path.name for path in checkpoints(copy)] == ["checkpoint-3"]
     verify(copy / "checkpoint-3")
 
 
 class Damages(TrainerCallback):
-    """Damages the best checkpoint when the run has taken its last step and saved, and counts its ends."""
+    """Damages the best checkpoint when the run has taken its last step and saved, and counts its
+    ends."""
 
     def __init__(self):
         self.ends = 0
@@ -195,10 +206,22 @@ class Damages(TrainerCallback):
 
 
 def test_run_with_a_damaged_best_checkpoint_keeps_its_last_weights(tmp_path, caplog):
-    settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
-    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "save_total_limit": 1}
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 3,
+    }
+    settings |= {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_reward",
+        "save_total_limit": 1,
+    }
     damages = Damages()
-    built = trainer(tmp_path, eval_dataset=prompts(4), callbacks=[damages], learning_rate=1e-2, **settings)
+    built = trainer(
+        tmp_path, eval_dataset=prompts(4), callbacks=[damages], learning_rate=1e-2, **settings
+    )
     built.train()
     assert built.state.best_global_step < 3 and damages.ends == 1
     assert "best checkpoint" in caplog.text and "adapter_model.safetensors" in caplog.text
@@ -229,6 +252,7 @@ def test_sealed_checkpoint_without_its_progress_is_named(run, tmp_path, names, s
     verify(copy / "checkpoint-2")
     again = trainer(copy, max_steps=3, **SAVING)
     with pytest.raises(
-        CheckpointError, match=rf"checkpoint-2` has no {', '.join(names)}, without which .*; resume from"
+        CheckpointError,
+        match=rf"checkpoint-2` has no {', '.join(names)}, without which .*; resume from",
     ):
         again.train(resume_from_checkpoint=source if source is True else str(copy / source))

@@ -70,11 +70,14 @@ def test_moved_run_keeps_its_best_checkpoint(tmp_path):
     run = (tmp_path / "before").rename(tmp_path / "run")
     again = best_at_first(run, max_steps=3, resume_with_changed_settings=True)
     again.train(resume_from_checkpoint=True)
-    assert again.state.best_model_checkpoint == str(run / "checkpoint-1") and names(run) == ["checkpoint-1"]
+    assert again.state.best_model_checkpoint == str(run / "checkpoint-1") and names(run) == [
+        "checkpoint-1"
+    ]
 
 
 def test_run_that_goes_on_from_an_earlier_step_moves_later_checkpoints_aside(copy):
-    """Otherwise the next resume, if it is killed before their step, would take the course that was left."""
+    """Otherwise the next resume, if it is killed before their step, would take the course that
+    was left."""
     again = best_at_first(copy, learning_rate=1e-5, save_steps=10, load_best_model_at_end=False)
     again.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
     assert names(copy) == ["checkpoint-1"] and list(copy.glob(f"{EARLIER}*/checkpoint-2"))
@@ -86,7 +89,10 @@ def test_run_that_goes_on_from_an_earlier_step_moves_later_checkpoints_aside(cop
 def test_run_in_another_directory_keeps_its_last_checkpoint(finished, tmp_path):
     again = best_at_first(tmp_path, max_steps=3, resume_with_changed_settings=True)
     again.train(resume_from_checkpoint=str(finished / "checkpoint-2"))
-    assert names(tmp_path) == ["checkpoint-3"] and names(finished) == ["checkpoint-2", "checkpoint-1"]
+    assert names(tmp_path) == ["checkpoint-3"] and names(finished) == [
+        "checkpoint-2",
+        "checkpoint-1",
+    ]
 
 
 @pytest.mark.parametrize("given", [True, "true", "run/checkpoint-1"])
@@ -110,19 +116,27 @@ class Notes(TrainerCallback):
 def test_new_run_beside_earlier_checkpoints_is_refused(finished):
     before = {path: path.stat().st_mtime for path in finished.rglob("*.safetensors")}
     again = trainer(finished, **SAVING)
-    with pytest.raises(CheckpointError, match=r"got checkpoint-2 .*another directory.*resume_from_checkpoint=False"):
+    with pytest.raises(
+        CheckpointError, match=r"got checkpoint-2 .*another directory.*resume_from_checkpoint=False"
+    ):
         again.train()
-    assert again.state.global_step == 0 and before == {path: path.stat().st_mtime for path in before}
+    assert again.state.global_step == 0 and before == {
+        path: path.stat().st_mtime for path in before
+    }
 
 
 def test_run_from_elsewhere_beside_earlier_checkpoints_is_refused(finished, copy):
     again = trainer(copy, **SAVING, save_total_limit=1)
-    with pytest.raises(CheckpointError, match="`output_dir` must have no checkpoints of an earlier run"):
+    with pytest.raises(
+        CheckpointError, match="`output_dir` must have no checkpoints of an earlier run"
+    ):
         again.train(resume_from_checkpoint=str(finished / "checkpoint-1"))
     assert names(copy) == ["checkpoint-2", "checkpoint-1"]
 
 
-@pytest.mark.parametrize("settings, argument", [({}, False), ({"resume_from_checkpoint": "false"}, None)])
+@pytest.mark.parametrize(
+    "settings, argument", [({}, False), ({"resume_from_checkpoint": "false"}, None)]
+)
 def test_run_begun_anew_moves_earlier_checkpoints_aside(copy, settings, argument):
     trainer(copy, **SAVING | settings | {"max_steps": 1}).train(resume_from_checkpoint=argument)
     assert names(copy) == ["checkpoint-1"]
@@ -145,7 +159,9 @@ def test_checkpoints_of_another_trainer_are_moved_aside(tmp_path):
     """With two names changed, a script of GRPOTrainer runs in the directory that it had."""
     (tmp_path / "checkpoint-9").mkdir()
     trainer(tmp_path, **SAVING).train()
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-1"] and list(tmp_path.glob(f"{EARLIER}*/checkpoint-9"))
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-1"] and list(
+        tmp_path.glob(f"{EARLIER}*/checkpoint-9")
+    )
 
 
 class Meets(TrainerCallback):
@@ -177,7 +193,9 @@ class Breaks(TrainerCallback):
 
 
 def test_non_finite_weights_are_not_saved(tmp_path, caplog):
-    built = trainer(tmp_path, callbacks=[Breaks(3)], save_total_limit=2, **SAVING | {"max_steps": 4})
+    built = trainer(
+        tmp_path, callbacks=[Breaks(3)], save_total_limit=2, **SAVING | {"max_steps": 4}
+    )
     with caplog.at_level(logging.WARNING):
         built.train()
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-1"]
@@ -204,7 +222,8 @@ def test_early_stopping_goes_on_counting(tmp_path):
 
 @pytest.mark.parametrize("save", ["steps", "epoch"])
 def test_checkpoint_has_what_is_due_at_the_end_of_its_epoch(tmp_path, save):
-    """Logs and evaluations of an epoch used to be lost by a run that was killed at its last step."""
+    """Logs and evaluations of an epoch used to be lost by a run that was killed at its last
+    step."""
     settings = {
         "logging_strategy": "epoch",
         "logging_first_step": False,
@@ -216,7 +235,8 @@ def test_checkpoint_has_what_is_due_at_the_end_of_its_epoch(tmp_path, save):
     }
     trainer(tmp_path, dataset=prompts(8), **settings).train()
     first, last = (
-        json.loads(Path(tmp_path, f"checkpoint-{step}", "trainer_state.json").read_text()) for step in (4, 8)
+        json.loads(Path(tmp_path, f"checkpoint-{step}", "trainer_state.json").read_text())
+        for step in (4, 8)
     )
     assert [entry["step"] for entry in first["log_history"]] == [4, 4]
     assert [entry["step"] for entry in last["log_history"]] == [4, 4, 8, 8]
@@ -228,7 +248,10 @@ def test_link_whose_target_would_be_emptied_is_named(tmp_path, name):
     (tmp_path / "precious" / "thesis").touch()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
-    with pytest.raises(ValueError, match=rf"`output_dir` must not have a link `{name}`, got .*precious`; remove the"):
+    with pytest.raises(
+        ValueError,
+        match=rf"`output_dir` must not have a link `{name}`, got .*precious`; remove the",
+    ):
         trainer(tmp_path / "run")
     assert (tmp_path / "precious" / "thesis").exists()
 
@@ -269,12 +292,18 @@ def test_callbacks_continue_and_restore_their_arguments_if_asked(tmp_path, resto
 
 @pytest.mark.parametrize("restores", [False, True])
 def test_patience_is_restored_if_asked(tmp_path, restores):
-    settings = {"load_best_model_at_end": False, "resume_with_changed_settings": True, "save_total_limit": None}
+    settings = {
+        "load_best_model_at_end": False,
+        "resume_with_changed_settings": True,
+        "save_total_limit": None,
+    }
     first = best_at_first(tmp_path, **settings)
     first.add_callback(EarlyStoppingCallback(3))
     first.train()
     stops = EarlyStoppingCallback(4)
-    again = best_at_first(tmp_path, **settings, max_steps=6, restore_callback_states_from_checkpoint=restores)
+    again = best_at_first(
+        tmp_path, **settings, max_steps=6, restore_callback_states_from_checkpoint=restores
+    )
     again.add_callback(stops)
     again.train(resume_from_checkpoint=True)
     assert stops.early_stopping_patience == (3 if restores else 4)

@@ -1,4 +1,5 @@
-"""An error that ends a run leaves a checkpoint of the last optimizer step, from which the run resumes bit for bit."""
+"""An error that ends a run leaves a checkpoint of the last optimizer step, from which the run
+resumes bit for bit."""
 
 import errno
 from pathlib import Path
@@ -50,7 +51,8 @@ def fails_after(name, calls):
     """In the call of a method of the trainer after so many that succeed."""
 
     def install(built):
-        method, left = getattr(built, name), iter(range(calls))
+        method = getattr(built, name)
+        left = iter(range(calls))
 
         def failing(*args, **kwargs):
             if next(left, None) is None:
@@ -140,7 +142,9 @@ def test_error_in_sampling_on_one_rank_ends_all_with_a_checkpoint(tmp_path, shar
         try:
             built.train()
         except Exception as error:
-            Path(tmp_path, f"error-{built.accelerator.process_index}").write_text(f"{error} {error.__notes__}")
+            Path(tmp_path, f"error-{built.accelerator.process_index}").write_text(
+                f"{error} {error.__notes__}"
+            )
             raise SystemExit(3) from error
 
     assert finished(start(fail, 2), bound=60) == [3, 3]
@@ -171,7 +175,9 @@ def test_error_before_the_first_step_writes_nothing(tmp_path):
 
 
 def test_error_keeps_other_checkpoints(tmp_path):
-    failing = trainer(tmp_path, reward_funcs=Reward(), save_strategy="steps", **SETTINGS | {"save_steps": 4})
+    failing = trainer(
+        tmp_path, reward_funcs=Reward(), save_strategy="steps", **SETTINGS | {"save_steps": 4}
+    )
     fails_in_reward(failing)
     fails_after("compute_loss", 11)(failing)
     with pytest.raises(FaultError):

@@ -1,4 +1,5 @@
-"""A run that resumes within a rollout, or between two, ends bit for bit as the uninterrupted one."""
+"""A run that resumes within a rollout, or between two, ends bit for bit as the uninterrupted
+one."""
 
 import pytest
 import torch
@@ -6,7 +7,8 @@ from runs_of_tiny import micro_batches_of, rollouts_of, trainer, weights
 from scripted import Echo
 from tiny import WORDS, prompts
 
-TIMED = ("time/", "step_time", "tokens_per_second", "train_")  # train_loss: the mean since `train()` was called
+# train_loss: the mean since `train()` was called
+TIMED = ("time/", "step_time", "tokens_per_second", "train_")
 SIDE = {"critic": "side", "normalize_values": True, "vf_coef": 0.5}
 
 
@@ -16,14 +18,20 @@ def reward_per_token(completion_ids, **kwargs):
 
 def with_answers():
     rows = prompts()
-    return rows.add_column("answer", [f"{WORDS[25 + n % 3]} {text}" for n, text in enumerate(rows["prompt"])])
+    return rows.add_column(
+        "answer", [f"{WORDS[25 + n % 3]} {text}" for n, text in enumerate(rows["prompt"])]
+    )
 
 
 RUNS = {
     "head": {"logging_steps": 2},  # metrics from before the checkpoint are logged after it
     "rewards so far": SIDE | {"reward_funcs": reward_per_token},
     "running statistics": {"normalize_rewards": True, "kl_target": 0.5},
-    "privileged critic": {"critic": "adapter", "critic_kwargs": {"prompt": "answer"}, "dataset": with_answers()},
+    "privileged critic": {
+        "critic": "adapter",
+        "critic_kwargs": {"prompt": "answer"},
+        "dataset": with_answers(),
+    },
     "reference that sees more": {
         "reference_prompt": "answer",
         "kl_estimator": "exact",
@@ -31,7 +39,11 @@ RUNS = {
         "dataset": with_answers(),
     },
     "truncated": SIDE | {"mask_truncated_completions": True},
-    "turns": {"environment_factory": Echo, "reward_funcs": None, "stop_token_ids": [*range(16, 32)]},
+    "turns": {
+        "environment_factory": Echo,
+        "reward_funcs": None,
+        "stop_token_ids": [*range(16, 32)],
+    },
 }
 
 
@@ -50,9 +62,14 @@ def test_run_resumes_bit_for_bit(tmp_path, name):
     whole.train()
     for step in (3, 4):
         again = trainer(tmp_path / f"{step}", **settings | {"save_strategy": "no"})
-        rollouts, seen, resumed_shapes = rollouts_of(again), micro_batches_of(again), shapes_of_updates(again)
+        rollouts = rollouts_of(again)
+        seen = micro_batches_of(again)
+        resumed_shapes = shapes_of_updates(again)
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        assert len(rollouts) == 1 and [batch.step for batch in seen] == [*range(step % 4, 4), *range(4)][-len(seen) :]
+        assert (
+            len(rollouts) == 1
+            and [batch.step for batch in seen] == [*range(step % 4, 4), *range(4)][-len(seen) :]
+        )
         assert len(seen) == 8 - step and again.state.global_step == 8
         assert all(torch.equal(x, weights(again)[key]) for key, x in weights(whole).items())
         assert logs(again) == logs(whole) and len(logs(whole)) > 3
@@ -73,4 +90,6 @@ def shapes_of_updates(built):
 
 
 def logs(built):
-    return [{k: x for k, x in log.items() if not k.startswith(TIMED)} for log in built.state.log_history]
+    return [
+        {k: x for k, x in log.items() if not k.startswith(TIMED)} for log in built.state.log_history
+    ]

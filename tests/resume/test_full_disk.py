@@ -12,7 +12,12 @@ from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.files import CheckpointError
 from trl_ppo_ext.modeling import adapters
 
-SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "lr_scheduler_type": "constant"}
+SAVING = {
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "max_steps": 6,
+    "lr_scheduler_type": "constant",
+}
 REMEDY = r"checkpoint-4` cannot be written .*earlier checkpoints are intact. Free space.*resume_from_checkpoint"
 
 
@@ -38,7 +43,9 @@ WRITERS = [
 ]
 
 
-@pytest.mark.parametrize("module, writer", WRITERS, ids=lambda part: getattr(part, "__name__", part))
+@pytest.mark.parametrize(
+    "module, writer", WRITERS, ids=lambda part: getattr(part, "__name__", part)
+)
 def test_failing_writer_raises_with_a_remedy(tmp_path, begun, monkeypatch, module, writer):
     """The same where nothing can be mounted."""
     shutil.copytree(begun, tmp_path / "run")
@@ -49,7 +56,9 @@ def test_failing_writer_raises_with_a_remedy(tmp_path, begun, monkeypatch, modul
 
     with monkeypatch.context() as patched:
         patched.setattr(module, writer, full)
-        with pytest.raises(CheckpointError, match=REMEDY.replace("written .*", "written .*No space left.*")):
+        with pytest.raises(
+            CheckpointError, match=REMEDY.replace("written .*", "written .*No space left.*")
+        ):
             built.train(resume_from_checkpoint=True)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
     verify(tmp_path / "run" / "checkpoint-2")

@@ -1,4 +1,5 @@
-"""A run that is killed within an episode goes on as if nothing had happened, though no tool answers twice the same."""
+"""A run that is killed within an episode goes on as if nothing had happened, though no tool
+answers twice the same."""
 
 import asyncio
 import json
@@ -26,10 +27,12 @@ CHANCE = random.SystemRandom()
 
 
 class Tape:
-    """Random answers to questions, in the order in which they were asked; or, of another run, the given ones."""
+    """Random answers to questions, in the order in which they were asked; or, of another run,
+    the given ones."""
 
     def __init__(self, path, answers=None):
-        self.path, self.answers = path, answers
+        self.path = path
+        self.answers = answers
 
     def asked(self, key, draw):
         if self.answers is not None:
@@ -54,7 +57,8 @@ def plain_trainer(tape, args, **kwargs):
 
     class Game:
         def reset(self, row, seed):
-            self.seed, self.turns = seed, 0
+            self.seed = seed
+            self.turns = 0
             time.sleep(tape.latency())
             return tape.asked(f"{seed} reset", text)
 
@@ -68,7 +72,9 @@ def plain_trainer(tape, args, **kwargs):
             await asyncio.sleep(tape.latency() / 10)
             return tape.asked(f"{self.seed} reward", CHANCE.random)
 
-    args = config(max_completion_length=24, stop_token_ids=[*range(16, 32)], advantage_level="both", **args)
+    args = config(
+        max_completion_length=24, stop_token_ids=[*range(16, 32)], advantage_level="both", **args
+    )
     kwargs = {"environment_factory": Game, "train_dataset": prompts()} | kwargs
     if kwargs.get("curriculum"):  # two environments
         kwargs["environment_factory"] = {"game": Game, "other": type("Other", (Game,), {})}
@@ -78,11 +84,14 @@ def plain_trainer(tape, args, **kwargs):
 def curriculum_trainer(tape, args):
     """Two such environments, whose rows are drawn by what they were worth so far."""
     rows = prompts(6).add_column("environment", ["game", "other"] * 3)
-    return plain_trainer(tape, args, train_dataset=rows, curriculum=lambda episodes, scores: 0.1 + scores.abs() ** 3)
+    return plain_trainer(
+        tape, args, train_dataset=rows, curriculum=lambda episodes, scores: 0.1 + scores.abs() ** 3
+    )
 
 
 def tool_trainer(tape, args):
-    """A tool without a state, which a script calls, twice in the first turn; it must not be asked twice."""
+    """A tool without a state, which a script calls, twice in the first turn; it must not be
+    asked twice."""
 
     async def look(key: str) -> str:
         """
@@ -117,18 +126,33 @@ TRAINERS = {"plain": plain_trainer, "curriculum": curriculum_trainer, "tools": t
 
 
 def train(folder, kind, processes, tape):
-    """Train in this process, from the newest checkpoint if there is one; save weights, and write down transcripts."""
+    """Train in this process, from the newest checkpoint if there is one; save weights, and write
+    down transcripts."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    args = {"output_dir": folder, "max_steps": STEPS, "num_ppo_epochs": 1, "save_strategy": "steps", "save_steps": 2}
+    args = {
+        "output_dir": folder,
+        "max_steps": STEPS,
+        "num_ppo_epochs": 1,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
     trainer = TRAINERS[kind](tape, args | {"per_device_train_batch_size": 2, "save_total_limit": 2})
     rank = trainer.accelerator.process_index
 
     class Transcripts:
         def append(self, collected):
             _, samples = collected
-            episodes = [[x.ids, x.sampled, x.rewards, x.messages, x.failed_calls] for x in samples.batch.episodes]
+            episodes = [
+                [x.ids, x.sampled, x.rewards, x.messages, x.failed_calls]
+                for x in samples.batch.episodes
+            ]
             with open(folder / f"transcripts-{rank}", "a") as file:
-                print(json.dumps([trainer.state.global_step, episodes, samples.scored.totals.tolist()]), file=file)
+                print(
+                    json.dumps(
+                        [trainer.state.global_step, episodes, samples.scored.totals.tolist()]
+                    ),
+                    file=file,
+                )
 
     rollouts_of(trainer, Transcripts())
     trainer.train(resume_from_checkpoint=bool(checkpoints(folder)) or None)
@@ -143,8 +167,10 @@ def run(folder, kind, processes, answers=None):
 
 
 def outcome(folder, processes):
-    """Weights at the end, and the transcripts of every rollout, which are the same if it was sampled twice."""
-    ends, rollouts = [], {}
+    """Weights at the end, and the transcripts of every rollout, which are the same if it was
+    sampled twice."""
+    ends = []
+    rollouts = {}
     for rank in range(processes):
         ends.append(torch.load(folder / f"end-{rank}.pt"))
         for line in (folder / f"transcripts-{rank}").read_text().splitlines():
@@ -158,16 +184,30 @@ def tape_of(folder):
 
 
 def kill(folder, kind, processes, seed, times=1):
-    """Kill a run within rollouts, resuming it each time; compare with a run that nothing happened to."""
+    """Kill a run within rollouts, resuming it each time; compare with a run that nothing
+    happened to."""
     folder.mkdir()
-    chance, settled, killed = random.Random(seed), {}, folder / "killed"
-    step, moment = 2 * chance.randrange(1, STEPS // 2), chance.uniform(0.0, 5 * SLOWEST)
+    chance = random.Random(seed)
+    settled = {}
+    killed = folder / "killed"
+    step = 2 * chance.randrange(1, STEPS // 2)
+    moment = chance.uniform(0.0, 5 * SLOWEST)
     for number in range(times):
-        answers = len(tape_of(killed)) + chance.randrange(2, 14) if number else 0
-        children, bound = run(killed, kind, processes), time.monotonic() + 60
-        while not (killed / f"checkpoint-{step}").exists() and time.monotonic() < bound and not number:
+        if number:
+            answers = len(tape_of(killed)) + chance.randrange(2, 14)
+        else:
+            answers = 0
+        children = run(killed, kind, processes)
+        bound = time.monotonic() + 60
+        while (
+            not (killed / f"checkpoint-{step}").exists() and time.monotonic() < bound and not number
+        ):
             time.sleep(0.002)
-        while len(tape_of(killed)) < answers and not (killed / "end-0.pt").exists() and time.monotonic() < bound:
+        while (
+            len(tape_of(killed)) < answers
+            and not (killed / "end-0.pt").exists()
+            and time.monotonic() < bound
+        ):
             time.sleep(0.002)
         time.sleep(0 if number else moment)
         for child in children:
@@ -175,7 +215,9 @@ def kill(folder, kind, processes, seed, times=1):
         finished(children, 60)
         # what is on disk at this moment is settled
         recorded = "".join(path.read_text() for path in (killed / ANSWERS).iterdir())
-        settled = {k: answer for k, answer in tape_of(killed) if json.dumps(answer).strip('"') in recorded} | settled
+        settled = {
+            k: answer for k, answer in tape_of(killed) if json.dumps(answer).strip('"') in recorded
+        } | settled
     assert finished(run(killed, kind, processes), 60) == [0] * processes
     if kind == "tools":
         last = dict(tape_of(killed))
@@ -183,7 +225,10 @@ def kill(folder, kind, processes, seed, times=1):
     assert not any((killed / ANSWERS).iterdir())
 
     whole = folder / "whole"
-    assert finished(run(whole, kind, processes, dict(tape_of(killed)) | settled), 60) == [0] * processes
+    assert (
+        finished(run(whole, kind, processes, dict(tape_of(killed)) | settled), 60)
+        == [0] * processes
+    )
     (ends, transcripts), (others, expected) = outcome(killed, processes), outcome(whole, processes)
     assert transcripts == expected and len(transcripts) == processes * STEPS // 2
     for end, other in zip(ends, others):
@@ -197,7 +242,9 @@ def test_run_killed_within_an_episode_ends_as_the_uninterrupted_one(tmp_path, ki
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, processes, times", [("plain", 1, 8), ("plain", 2, 6), ("tools", 1, 6)])
+@pytest.mark.parametrize(
+    "kind, processes, times", [("plain", 1, 8), ("plain", 2, 6), ("tools", 1, 6)]
+)
 def test_runs_killed_within_episodes_end_as_uninterrupted_ones(tmp_path, kind, processes, times):
     settled = [kill(tmp_path / f"{seed}", kind, processes, seed) for seed in range(1, times + 1)]
     assert sum(count > 0 for count in settled) >= times / 2  # most were killed within episodes
@@ -239,7 +286,8 @@ def test_environment_whose_failure_ended_the_run_is_asked_again(tmp_path):
                 raise OSError("connection lost")
             return super().asked(key, draw)
 
-    tape, args = Failing(), {"output_dir": tmp_path, "max_steps": 3, "num_ppo_epochs": 1}
+    tape = Failing()
+    args = {"output_dir": tmp_path, "max_steps": 3, "num_ppo_epochs": 1}
     tape.fails = True
     with pytest.raises(RewardError, match="OSError: connection lost"):
         plain_trainer(tape, args).train()

@@ -6,7 +6,8 @@ from tiny import length_reward, prompts
 
 
 def drawing(tmp_path, dataset, **settings):
-    """A trainer, and where the prompts of each of its rollouts will be, by the optimizer steps before it."""
+    """A trainer, and where the prompts of each of its rollouts will be, by the optimizer steps
+    before it."""
     drawn = {}
 
     def reward(completion_ids, prompts, trainer_state, **kwargs):
@@ -42,11 +43,15 @@ def test_stream_continues_in_any_epoch(tmp_path):
 def test_stream_continues_in_a_longer_run(tmp_path):
     """Its position does not depend on how long the run was meant to be."""
     stream = prompts(13).to_iterable_dataset().shuffle(seed=1, buffer_size=6)
-    whole, expected = drawing(tmp_path / "whole", stream, save_strategy="no", lr_scheduler_type="constant")
+    whole, expected = drawing(
+        tmp_path / "whole", stream, save_strategy="no", lr_scheduler_type="constant"
+    )
     whole.train()
     first, drawn = drawing(tmp_path, stream, max_steps=6, lr_scheduler_type="constant")
     first.train()
-    longer, after = drawing(tmp_path, stream, lr_scheduler_type="constant", resume_with_changed_settings=True)
+    longer, after = drawing(
+        tmp_path, stream, lr_scheduler_type="constant", resume_with_changed_settings=True
+    )
     longer.train(resume_from_checkpoint=True)
     assert drawn | after == expected and min(after) == 8
 

@@ -24,13 +24,29 @@ def random_settings(seed):
         "optim": pick(["adamw_torch", "adafactor", "sgd"]),
         "normalize_rewards": pick([True, False]),
         "target_kl": pick([None, 1e-3]),
-        **pick([{"critic": "head"}, {"critic": "adapter"}, {"critic": "none", "advantage_estimator": "reinforce"}]),
-        **pick([{"max_steps": 18}, {"max_steps": 18, "stream": True}, {"max_steps": -1, "num_train_epochs": 2.5}]),
+        **pick(
+            [
+                {"critic": "head"},
+                {"critic": "adapter"},
+                {"critic": "none", "advantage_estimator": "reinforce"},
+            ]
+        ),
+        **pick(
+            [
+                {"max_steps": 18},
+                {"max_steps": 18, "stream": True},
+                {"max_steps": -1, "num_train_epochs": 2.5},
+            ]
+        ),
     }
     evaluation = pick(["no", "steps", "epoch"])
     if evaluation != "no":
         settings |= {"eval_strategy": evaluation, "eval_steps": pick([1, 3])}
-        best = {"metric_for_best_model": "eval_reward", "greater_is_better": True, "patience": pick([2, 3])}
+        best = {
+            "metric_for_best_model": "eval_reward",
+            "greater_is_better": True,
+            "patience": pick([2, 3]),
+        }
         settings |= pick([{}, best])
     if settings["rows"] == 20 and settings["max_steps"] < 0:
         settings["num_ppo_epochs"] = 1  # otherwise it takes hundreds of steps
@@ -40,7 +56,10 @@ def random_settings(seed):
 @pytest.mark.slow
 def test_random_configurations_resume_exactly(tmp_path):
     drawn = {f"{seed}": random_settings(seed) for seed in range(40)}
-    scenarios = {seed: (1, ("SIGKILL", "SIGTERM")[int(seed) % 2], "all", 2, own) for seed, own in drawn.items()}
+    scenarios = {
+        seed: (1, ("SIGKILL", "SIGTERM")[int(seed) % 2], "all", 2, own)
+        for seed, own in drawn.items()
+    }
     runs, stderr = killed_runs(tmp_path, scenarios)
     for seed, settings in drawn.items():
         for run in runs[seed]:

@@ -23,11 +23,14 @@ INTERRUPTED = 3
 
 
 def left_with(numbers, pause):
-    """Exit code of a process that gets signals at some distance; `INTERRUPTED` for a `KeyboardInterrupt`."""
+    """Exit code of a process that gets signals at some distance; `INTERRUPTED` for a
+    `KeyboardInterrupt`."""
     child = os.fork()
     if not child:
         for number in numbers:  # a run in the background begins with an ignored SIGINT
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
         try:
             with StopSignals().watched():
                 for number in numbers:
@@ -39,7 +42,9 @@ def left_with(numbers, pause):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, -15), (signal.SIGINT, INTERRUPTED), (signal.SIGHUP, -1)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGTERM, -15), (signal.SIGINT, INTERRUPTED), (signal.SIGHUP, -1)]
+)
 def test_second_signal_has_its_usual_effect(monkeypatch, number, code):
     """That of Ctrl-C is an exception: a notebook must survive it."""
     monkeypatch.setattr(resumable, "SAME_SIGNAL", 0.2)
@@ -50,7 +55,8 @@ def test_second_signal_has_its_usual_effect(monkeypatch, number, code):
 
 def test_ignored_signal_stays_ignored():
     """As SIGHUP does under `nohup`."""
-    before, stops = signal.signal(signal.SIGHUP, signal.SIG_IGN), StopSignals()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stops = StopSignals()
     try:
         with stops.watched():
             os.kill(os.getpid(), signal.SIGHUP)
@@ -81,11 +87,13 @@ def test_closed_terminal_leaves_a_checkpoint(tmp_path):
         finally:  # another error must not go on in pytest
             os._exit(1)
     os.close(end)
-    shown, until = b"", time.monotonic() + 60
+    shown = b""
+    until = time.monotonic() + 60
     while b"step 3" not in shown and time.monotonic() < until:
         shown += os.read(terminal, 1024)
     os.close(terminal)
-    left, error = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), tmp_path / "error.txt"
+    left = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    error = tmp_path / "error.txt"
     assert left == PREEMPTED, error.read_text() if error.exists() else left
     verify(checkpoints(tmp_path)[0])
 
@@ -111,7 +119,8 @@ class Asks(TrainerCallback):
     """Sends the process a signal in some step."""
 
     def __init__(self, step, number=signal.SIGTERM):
-        self.step, self.number = step, number
+        self.step = step
+        self.number = number
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step:
@@ -137,11 +146,15 @@ def whole(tmp_path_factory):
     return built
 
 
-@pytest.mark.parametrize("during, last", [(4, 5), (3, 4)], ids=["between evaluations", "where one is due"])
+@pytest.mark.parametrize(
+    "during, last", [(4, 5), (3, 4)], ids=["between evaluations", "where one is due"]
+)
 def test_checkpoint_of_a_signal_is_kept_beside_the_best(tmp_path, whole, during, last):
-    """A run that ends deletes all but the best if `save_total_limit` is 1; one that is interrupted has not ended.
+    """A run that ends deletes all but the best if `save_total_limit` is 1; one that is interrupted
+    has not ended.
 
-    An evaluation that is due at the last step finds nothing better, and would leave the checkpoint out.
+    An evaluation that is due at the last step finds nothing better, and would leave the checkpoint
+    out.
     """
     asked = trainer(tmp_path, callbacks=[Asks(during)], **BEST)
     with pytest.raises(SystemExit) as left:
@@ -161,7 +174,9 @@ def test_signal_chooses_no_other_best_checkpoint(tmp_path):
     """That of a whole run is one that it saves, although a signal may save a better one."""
 
     def run(name, source=None, **kwargs):
-        built = trainer(tmp_path / name, **BEST | {"eval_steps": 1, "load_best_model_at_end": False} | kwargs)
+        built = trainer(
+            tmp_path / name, **BEST | {"eval_steps": 1, "load_best_model_at_end": False} | kwargs
+        )
         loop = built.evaluation_loop
 
         def third_is_best(*args, **kwargs):
@@ -190,7 +205,8 @@ def test_ctrl_c_can_be_caught_by_a_script(tmp_path):
 
 
 class AsksAtTheEnd(Asks):
-    """Sends it after the last step: within the evaluation that is due there, or when training ends."""
+    """Sends it after the last step: within the evaluation that is due there, or when training
+    ends."""
 
     def on_evaluate(self, args, state, control, **kwargs):
         if state.global_step == self.step:
@@ -204,9 +220,16 @@ class AsksAtTheEnd(Asks):
 @pytest.mark.parametrize("step", [1, None], ids=["evaluation", "end"])
 def test_signal_after_the_last_step_reaches_the_old_handler(tmp_path, monkeypatch, step):
     got = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append((number, built.is_in_train)))
+    before = signal.signal(
+        signal.SIGTERM, lambda number, frame: got.append((number, built.is_in_train))
+    )
     try:
-        settings = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4)}
+        settings = {
+            "max_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "eval_dataset": prompts(4),
+        }
         built = trainer(tmp_path, callbacks=[AsksAtTheEnd(step)], **settings)
         assert built.train().global_step == 1
         assert got == [(signal.SIGTERM, False)]

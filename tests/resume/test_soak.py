@@ -22,11 +22,22 @@ class Watch(TrainerCallback):
 
 
 def test_rollouts_leave_no_tensor_behind(tmp_path):
-    """Of a run that logs, prints, evaluates and saves: one tensor kept from each rollout would show."""
+    """Of a run that logs, prints, evaluates and saves: one tensor kept from each rollout would
+    show."""
     watch = Watch()
     settings = {"num_mini_batches": 1, "num_ppo_epochs": 1, "max_steps": 40, "save_total_limit": 2}
-    settings |= {"save_strategy": "steps", "save_steps": 8, "eval_strategy": "steps", "eval_steps": 8}
-    settings |= {"log_completions": True, "num_completions_to_print": 2, "normalize_rewards": True, "kl_target": 0.5}
+    settings |= {
+        "save_strategy": "steps",
+        "save_steps": 8,
+        "eval_strategy": "steps",
+        "eval_steps": 8,
+    }
+    settings |= {
+        "log_completions": True,
+        "num_completions_to_print": 2,
+        "normalize_rewards": True,
+        "kl_target": 0.5,
+    }
     trainer(tmp_path, callbacks=[watch], eval_dataset=prompts(4), **settings).train()
     # the very first steps make the optimizer's state; sizes differ by the lengths of completions
     counts, sizes = zip(*watch.measured[1:])

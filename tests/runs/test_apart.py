@@ -1,4 +1,5 @@
-"""What policy and critic learn apart: truncated completions, and gradients that are clipped each by itself."""
+"""What policy and critic learn apart: truncated completions, and gradients that are clipped each
+by itself."""
 
 import pytest
 import torch
@@ -9,13 +10,18 @@ SIDE = {"critic": "side", "normalize_values": True}
 
 def parts(built):
     """Copies of the weights of policy and critic."""
-    named, critic = weights(built), {id(x) for x in built.actor_critic.critic_parameters().values()}
+    named = weights(built)
+    critic = {id(x) for x in built.actor_critic.critic_parameters().values()}
     names = {name for name, x in built.actor_critic.named_parameters() if id(x) in critic}
-    return {n: x for n, x in named.items() if n not in names}, {n: x for n, x in named.items() if n in names}
+    return {n: x for n, x in named.items() if n not in names}, {
+        n: x for n, x in named.items() if n in names
+    }
 
 
 def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(x, other[name]) for name, x in one.items()
+    )
 
 
 # ---- truncated completions; tests/runs/test_choices.py compares gradients
@@ -25,14 +31,23 @@ def equal(one, other):
 def test_steps_of_truncated_completions_move_only_the_critic(tmp_path, critic):
     settings = {"critic": critic, "mask_truncated_completions": True, "weight_decay": 0.1}
     # equal scores teach a critic that begins at their mean nothing
-    run = trainer(tmp_path, reward_funcs=lambda completion_ids, **_: [ids[0] for ids in completion_ids], **settings)
+    run = trainer(
+        tmp_path,
+        reward_funcs=lambda completion_ids, **_: [ids[0] for ids in completion_ids],
+        **settings,
+    )
     write_completions(run, lambda prompts: [[5 + sum(ids) % 9] * 8 for ids in prompts])
     before = parts(run)
     run.train()
     policy, critic = parts(run)
-    assert equal(policy, before[0]) and not any(torch.equal(x, before[1][name]) for name, x in critic.items())
+    assert equal(policy, before[0]) and not any(
+        torch.equal(x, before[1][name]) for name, x in critic.items()
+    )
     logs = run.state.log_history[:-1]
-    assert all(log["empty_steps"] == 0 and log["loss/value"] > 0 and "loss/policy" not in log for log in logs)
+    assert all(
+        log["empty_steps"] == 0 and log["loss/value"] > 0 and "loss/policy" not in log
+        for log in logs
+    )
 
 
 def test_whitening_counts_only_the_tokens_of_the_policy(tmp_path):
@@ -43,7 +58,9 @@ def test_whitening_counts_only_the_tokens_of_the_policy(tmp_path):
     assert torch.equal(rollout.policy_mask, rollout.response_mask & samples.stopped[:, None])
     assert 0 < rollout.policy_mask.sum() < rollout.response_mask.sum() and not samples.stopped.all()
     learned = rollout.advantages[rollout.policy_mask]
-    torch.testing.assert_close(torch.stack([learned.mean(), learned.std()]), torch.tensor([0.0, 1.0]))
+    torch.testing.assert_close(
+        torch.stack([learned.mean(), learned.std()]), torch.tensor([0.0, 1.0])
+    )
 
 
 # ---- gradients clipped apart
@@ -52,7 +69,11 @@ def test_whitening_counts_only_the_tokens_of_the_policy(tmp_path):
 def test_huge_value_loss_does_not_shrink_the_step_of_the_policy(tmp_path):
     runs = []
     for vf_coef in (0.1, 1e6):
-        runs.append(trainer(tmp_path / str(vf_coef), vf_coef=vf_coef, max_steps=1, max_grad_norm=1e-3, **SIDE))
+        runs.append(
+            trainer(
+                tmp_path / str(vf_coef), vf_coef=vf_coef, max_steps=1, max_grad_norm=1e-3, **SIDE
+            )
+        )
         runs[-1].train()
     assert equal(*(parts(run)[0] for run in runs))
     one, other = (run.state.log_history[0] for run in runs)
@@ -62,12 +83,16 @@ def test_huge_value_loss_does_not_shrink_the_step_of_the_policy(tmp_path):
 
 def test_gradients_are_clipped_each_to_the_bound(tmp_path):
     run = trainer(tmp_path, max_steps=2, max_grad_norm=1e-3, **SIDE)
-    roles, norms = (run.actor_critic.policy_parameters, run.actor_critic.critic_parameters), []
+    roles = (run.actor_critic.policy_parameters, run.actor_critic.critic_parameters)
+    norms = []
     get = run._get_grad_norm
 
     def getting(*args, **kwargs):
         norm = get(*args, **kwargs)
-        norms.extend(torch.nn.utils.get_total_norm([x.grad for x in role().values()]).item() for role in roles)
+        norms.extend(
+            torch.nn.utils.get_total_norm([x.grad for x in role().values()]).item()
+            for role in roles
+        )
         return norm
 
     run._get_grad_norm = getting
@@ -75,11 +100,15 @@ def test_gradients_are_clipped_each_to_the_bound(tmp_path):
     assert norms == pytest.approx([1e-3] * 4, rel=1e-2)
 
 
-@pytest.mark.parametrize("part, max_grad_norm", [("policy_parameters", 0.0), ("critic_parameters", 1.0)])
+@pytest.mark.parametrize(
+    "part, max_grad_norm", [("policy_parameters", 0.0), ("critic_parameters", 1.0)]
+)
 def test_non_finite_gradient_of_one_skips_the_step_of_both(tmp_path, part, max_grad_norm):
     run = trainer(tmp_path, max_steps=2, max_grad_norm=max_grad_norm, critic="side")
     for parameter in getattr(run.actor_critic, part)().values():
         parameter.register_hook(lambda gradient: gradient * torch.nan)
     before = weights(run)
     run.train()
-    assert equal(weights(run), before) and [log["skipped_steps"] for log in run.state.log_history[:-1]] == [1, 1]
+    assert equal(weights(run), before) and [
+        log["skipped_steps"] for log in run.state.log_history[:-1]
+    ] == [1, 1]

@@ -1,4 +1,5 @@
-"""The averaged policy of recipes/averaged_policy.py: its closed form, its files, and resumed runs."""
+"""The averaged policy of recipes/averaged_policy.py: its closed form, its files, and resumed
+runs."""
 
 import sys
 from pathlib import Path
@@ -30,7 +31,9 @@ class Weights(TrainerCallback):
         self.seen = [{name: x.detach().clone() for name, x in model.policy_parameters().items()}]
 
     def on_step_end(self, args, state, control, model, **kwargs):
-        self.seen.append({name: x.detach().clone() for name, x in model.policy_parameters().items()})
+        self.seen.append(
+            {name: x.detach().clone() for name, x in model.policy_parameters().items()}
+        )
 
 
 def closed_form(seen, decay):
@@ -45,7 +48,8 @@ def closed_form(seen, decay):
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("averaged")
-    mean, weights = AveragedPolicy(0.7), Weights()
+    mean = AveragedPolicy(0.7)
+    weights = Weights()
     # updates that `target_kl` skips: the average moves at skipped steps, too
     built = trainer(folder, callbacks=[mean, weights], target_kl=0.01, num_ppo_epochs=4, **SETTINGS)
     built.train()
@@ -88,9 +92,14 @@ def test_average_of_bf16_weights_is_float32():
 
 def test_average_is_a_plain_adapter_beside_each_checkpoint(averaged):
     _, _, seen, folder = averaged
-    base, ids = llama(), torch.tensor([[4, 5, 6, 7]])
+    base = llama()
+    ids = torch.tensor([[4, 5, 6, 7]])
     with torch.no_grad():
-        for step, place in [(2, folder / "checkpoint-2"), (4, folder / "checkpoint-4"), (6, folder)]:
+        for step, place in [
+            (2, folder / "checkpoint-2"),
+            (4, folder / "checkpoint-4"),
+            (6, folder),
+        ]:
             expected = closed_form(seen[: step + 1], 0.7)
             model = PeftModel.from_pretrained(base, place / "ema")
             loaded = {name: x for name, x in model.named_parameters() if "lora" in name}
@@ -99,7 +108,9 @@ def test_average_is_a_plain_adapter_beside_each_checkpoint(averaged):
                 torch.testing.assert_close(loaded[name].double(), x, rtol=0, atol=1e-6)
             mean = model(input_ids=ids).logits
             base = model.unload()
-    assert (mean - PeftModel.from_pretrained(base, folder / "checkpoint-6")(input_ids=ids).logits).abs().max() > 1e-3
+    assert (
+        mean - PeftModel.from_pretrained(base, folder / "checkpoint-6")(input_ids=ids).logits
+    ).abs().max() > 1e-3
 
 
 def test_swapped_uses_the_average_and_restores_the_weights(averaged):
@@ -116,7 +127,8 @@ def test_swapped_uses_the_average_and_restores_the_weights(averaged):
 
 @pytest.mark.parametrize("saved", [1, 4], ids=["within a rollout", "between rollouts"])
 def test_average_resumes_bit_for_bit(tmp_path, saved):
-    whole, again = AveragedPolicy(0.7), AveragedPolicy(0.7)
+    whole = AveragedPolicy(0.7)
+    again = AveragedPolicy(0.7)
     one = trainer(tmp_path / "whole", callbacks=[whole], **SETTINGS)
     one.train()
     other = trainer(tmp_path / "again", callbacks=[again], **SETTINGS)
@@ -139,7 +151,8 @@ def test_average_resumes_after_an_error(tmp_path):
         return [float(len(ids)) for ids in completion_ids]
 
     def run(folder, fails_at, **resume):
-        fails.calls, fails.fails_at = 0, fails_at
+        fails.calls = 0
+        fails.fails_at = fails_at
         mean = AveragedPolicy(0.7)
         built = trainer(tmp_path / folder, reward_funcs=fails, callbacks=[mean], max_steps=8)
         built.train(**resume)

@@ -1,4 +1,5 @@
-"""Invalid input raises with the value, the need and a remedy, before anything is loaded if possible."""
+"""Invalid input raises with the value, the need and a remedy, before anything is loaded if
+possible."""
 
 import functools
 import re
@@ -7,9 +8,22 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from tiny import byte_tokenizer, config, length_reward, llama, prompts, tokenizer, with_mapped_logits
+from tiny import (
+    byte_tokenizer,
+    config,
+    length_reward,
+    llama,
+    prompts,
+    tokenizer,
+    with_mapped_logits,
+)
 from torch import nn
-from transformers import BitsAndBytesConfig, EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers import (
+    BitsAndBytesConfig,
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer, arguments
@@ -26,7 +40,10 @@ def build(tmp_path, given, **settings):
         "train_dataset": prompts,
         "processing_class": tokenizer,
     }
-    made = {k: v() if callable(v) and not isinstance(v, nn.Module) else v for k, v in (arguments | given).items()}
+    made = {
+        k: v() if callable(v) and not isinstance(v, nn.Module) else v
+        for k, v in (arguments | given).items()
+    }
     return PPOTrainer(**made)
 
 
@@ -35,17 +52,27 @@ def needs_target(completions, target, **kwargs):
 
 
 def test_curriculum_for_a_stream_raises(tmp_path):
-    with pytest.raises(ValueError, match=r"`curriculum` does not work with a stream.*; pass a `Dataset`"):
-        build(tmp_path, {"train_dataset": prompts().to_iterable_dataset(), "curriculum": lambda: max})
+    with pytest.raises(
+        ValueError, match=r"`curriculum` does not work with a stream.*; pass a `Dataset`"
+    ):
+        build(
+            tmp_path, {"train_dataset": prompts().to_iterable_dataset(), "curriculum": lambda: max}
+        )
 
 
 # ---- PPOConfig ----
 
 
-@pytest.mark.parametrize("settings", [{"num_generations": 2}, {"critic": "none", "advantage_estimator": "rebn"}])
+@pytest.mark.parametrize(
+    "settings", [{"num_generations": 2}, {"critic": "none", "advantage_estimator": "rebn"}]
+)
 def test_dropped_groups_need_groups(tmp_path, settings):
     with pytest.raises(
-        ValueError, match="`drop_equal_groups=True` needs `critic='none'` and an `advantage_estimator` over groups"
+        ValueError,
+        match=(
+            "`drop_equal_groups=True` needs `critic='none'` and an `advantage_estimator` over "
+            "groups"
+        ),
     ):
         config(tmp_path, drop_equal_groups=True, **settings)
 
@@ -54,7 +81,12 @@ def test_dropped_groups_need_groups(tmp_path, settings):
     "settings",
     [
         {"multi_objective_aggregation": "normalize_then_sum"},
-        {"reference_prompt": "answer", "kl_coef": 1.0, "kl_placement": "loss", "kl_estimator": "k2"},
+        {
+            "reference_prompt": "answer",
+            "kl_coef": 1.0,
+            "kl_placement": "loss",
+            "kl_estimator": "k2",
+        },
         {"kl_coef": 0.05},
     ],
     ids=["each reward", "no reward", "KL"],
@@ -78,12 +110,16 @@ OUT_OF_RANGE = {
     "reward_on_error": ("0.0", True),
     "kl_estimator": ("k4",),
     "reward_quantization": ("int4",),
-    **dict.fromkeys(["num_ppo_epochs", "num_mini_batches", "num_generations", "generation_batch_size"], (0, 1.5)),
+    **dict.fromkeys(
+        ["num_ppo_epochs", "num_mini_batches", "num_generations", "generation_batch_size"], (0, 1.5)
+    ),
     **dict.fromkeys(["per_device_train_batch_size", "gradient_accumulation_steps"], (0,)),
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, x) for name, values in OUT_OF_RANGE.items() for x in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, x) for name, values in OUT_OF_RANGE.items() for x in values]
+)
 def test_value_out_of_range_raises_by_name(tmp_path, name, value):
     with pytest.raises(ValueError, match=rf"`{name}` must be .*got '?{re.escape(str(value))}"):
         config(tmp_path, **{name: value})
@@ -93,11 +129,23 @@ def test_value_out_of_range_raises_by_name(tmp_path, name, value):
     ("settings", "message"),
     [
         ({"bf16_full_eval": True}, "bf16_full_eval=True"),
-        ({"generation_kwargs": {"top_k": 5}, "top_k": 3}, "`generation_kwargs`.*sets `top_k` to 5.*is 3.*remove one"),
+        (
+            {"generation_kwargs": {"top_k": 5}, "top_k": 3},
+            "`generation_kwargs`.*sets `top_k` to 5.*is 3.*remove one",
+        ),
         ({"generation_kwargs": {"do_sample": False}}, "`generation_kwargs`.*`do_sample`.*remove"),
-        ({"generation_kwargs": {"penalty_alpha": 0.6}}, "`generation_kwargs`.*`penalty_alpha`.*remove"),
-        ({"auto_find_batch_size": True}, "`auto_find_batch_size=True`.*`per_device_train_batch_size`"),
-        ({"generation_batch_size": 96, "num_mini_batches": 5}, "`generation_batch_size`.*20.*96; use 80 or 100"),
+        (
+            {"generation_kwargs": {"penalty_alpha": 0.6}},
+            "`generation_kwargs`.*`penalty_alpha`.*remove",
+        ),
+        (
+            {"auto_find_batch_size": True},
+            "`auto_find_batch_size=True`.*`per_device_train_batch_size`",
+        ),
+        (
+            {"generation_batch_size": 96, "num_mini_batches": 5},
+            "`generation_batch_size`.*20.*96; use 80 or 100",
+        ),
         (
             {"generation_batch_size": 96, "num_mini_batches": 4, "gradient_accumulation_steps": 5},
             "`gradient_accumulation_steps` must be 6 .*96.*5; remove one",
@@ -115,7 +163,8 @@ def test_settings_that_do_not_fit_raise_with_a_remedy(tmp_path, settings, messag
 
 
 def without_eos():
-    model, made = llama(), tokenizer()
+    model = llama()
+    made = tokenizer()
     made.eos_token = model.config.eos_token_id = model.generation_config.eos_token_id = None
     return {"model": model, "processing_class": lambda: made}
 
@@ -136,8 +185,16 @@ KNOWN_FROM_ARGUMENTS = [
         r"`needs_target`.*`target`.*`eval_dataset\['hard'\]`",
         {"reward_funcs": [needs_target], "eval_dataset": evaluation_rows("w1")},
     ),
-    (TypeError, r"dict.*dataset\['train'\]", {"train_dataset": lambda: DatasetDict(train=prompts())}),
-    (ValueError, r"Row 0 of `eval_dataset\['hard'\]`: The prompt is empty", {"eval_dataset": evaluation_rows([])}),
+    (
+        TypeError,
+        r"dict.*dataset\['train'\]",
+        {"train_dataset": lambda: DatasetDict(train=prompts())},
+    ),
+    (
+        ValueError,
+        r"Row 0 of `eval_dataset\['hard'\]`: The prompt is empty",
+        {"eval_dataset": evaluation_rows([])},
+    ),
     (ValueError, "EOS.*set `tokenizer.eos_token`", without_eos()),
     (TypeError, "`processing_class`.*got str", {"processing_class": "gpt2"}),
     (ValueError, "`processing_class`", {"processing_class": None}),
@@ -147,14 +204,22 @@ KNOWN_FROM_ARGUMENTS = [
     (ValueError, "causal language model", {"model": lambda: llama(classifier=True)}),
     (ValueError, "`peft_config` .*PROMPT_TUNING; use `LoraConfig`", {"peft_config": PROMPT_TUNING}),
     (TypeError, "`peft_config`.*got dict", {"peft_config": {"r": 16}}),
-    (ValueError, "`peft_config` must be None", {"model": ready_peft_model(), "peft_config": LoraConfig()}),
+    (
+        ValueError,
+        "`peft_config` must be None",
+        {"model": ready_peft_model(), "peft_config": LoraConfig()},
+    ),
     (
         ValueError,
         "`quantization_config` has no effect on a loaded model",
         {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)},
     ),
     # tests/docs/test_migration.py has the arguments of TRL
-    (TypeError, "`args`.*TrainingArguments", {"args": lambda: TrainingArguments("x", use_cpu=True)}),
+    (
+        TypeError,
+        "`args`.*TrainingArguments",
+        {"args": lambda: TrainingArguments("x", use_cpu=True)},
+    ),
     (TypeError, "no argument `max_length`", {"max_length": 3}),
 ]
 
@@ -168,7 +233,9 @@ def nothing_is_loaded(monkeypatch):
     monkeypatch.setattr("trl_ppo_ext.trainer.build_rewards", refuse)
 
 
-@pytest.mark.parametrize(("error", "message", "given"), KNOWN_FROM_ARGUMENTS, ids=lambda x: x if str(x) == x else "")
+@pytest.mark.parametrize(
+    ("error", "message", "given"), KNOWN_FROM_ARGUMENTS, ids=lambda x: x if str(x) == x else ""
+)
 def test_invalid_arguments_raise_before_loading(tmp_path, nothing_is_loaded, given, error, message):
     with pytest.raises(error, match=message):
         build(tmp_path, given)
@@ -191,11 +258,26 @@ def test_settings_that_contradict_arguments_raise(tmp_path, nothing_is_loaded, s
     ("stage", "deepspeed", "settings", "message"),
     [
         (0, {}, {}, "NaN or inf gradients.*`stage`"),
-        (2, {"bf16": {"check_grad_overflow": False}}, {}, "NaN or inf gradients.*remove `check_grad_overflow`"),
-        (2, {}, {"critic_kwargs": {"warmup_steps": 3}}, "`critic_kwargs.*warmup_steps.*`critic_init`"),
+        (
+            2,
+            {"bf16": {"check_grad_overflow": False}},
+            {},
+            "NaN or inf gradients.*remove `check_grad_overflow`",
+        ),
+        (
+            2,
+            {},
+            {"critic_kwargs": {"warmup_steps": 3}},
+            "`critic_kwargs.*warmup_steps.*`critic_init`",
+        ),
         (2, {}, {"fp16": True}, "`fp16=True`.*`bf16`"),
         (2, {"scheduler": {}}, {}, "`scheduler`.*`lr_scheduler_type`"),
-        (2, {"optimizer": {}}, {"critic_learning_rate": 1e-3}, "`critic_learning_rate`.*`optimizer`"),
+        (
+            2,
+            {"optimizer": {}},
+            {"critic_learning_rate": 1e-3},
+            "`critic_learning_rate`.*`optimizer`",
+        ),
     ],
     ids=str,
 )
@@ -203,7 +285,9 @@ def test_unsupported_settings_of_deepspeed_raise(
     tmp_path, nothing_is_loaded, monkeypatch, stage, deepspeed, settings, message
 ):
     args = config(tmp_path, **settings)
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=SimpleNamespace(config=deepspeed))
+    args.deepspeed_plugin = SimpleNamespace(
+        zero_stage=stage, hf_ds_config=SimpleNamespace(config=deepspeed)
+    )
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match=message):
         build(tmp_path, {"args": args})
@@ -214,14 +298,19 @@ def test_processes_without_a_group_raise(tmp_path, monkeypatch):
     args = config(tmp_path)
     assert args.world_size == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"2 processes were started, but the world size is 1.*`use_cpu=True`"):
-        arguments.check_trainer_arguments(*[None] * 3, args, *[None] * 7)  # all that is reached of the trainer
+    with pytest.raises(
+        ValueError, match=r"2 processes were started, but the world size is 1.*`use_cpu=True`"
+    ):
+        # all that is reached of the trainer
+        arguments.check_trainer_arguments(*[None] * 3, args, *[None] * 7)
 
 
 def test_data_parallel_raises_with_a_remedy(tmp_path, nothing_is_loaded):
     args = config(tmp_path)
     args._n_gpu = 2
-    with pytest.raises(ValueError, match=r"One process sees 2 GPUs.*start one process per GPU with `accelerate"):
+    with pytest.raises(
+        ValueError, match=r"One process sees 2 GPUs.*start one process per GPU with `accelerate"
+    ):
         build(tmp_path, {"args": args})
 
 
@@ -233,20 +322,42 @@ FSDP2 = {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     [
         ({"VERSION": "1"}, {}, {}, "FSDP1 .*`fsdp_version: 2`"),
         ({"AUTO_WRAP_POLICY": "NO_WRAP"}, {}, {}, "`fsdp_auto_wrap_policy` must be TRANSFORMER"),
-        ({"TRANSFORMER_CLS_TO_WRAP": "Linear"}, {}, {}, "`fsdp_transformer_layer_cls_to_wrap` must be omitted"),
+        (
+            {"TRANSFORMER_CLS_TO_WRAP": "Linear"},
+            {},
+            {},
+            "`fsdp_transformer_layer_cls_to_wrap` must be omitted",
+        ),
         ({"IGNORED_MODULES": "lm_head"}, {}, {}, "`fsdp_ignored_modules` must be omitted"),
         ({"RESHARD_AFTER_FORWARD": "false"}, {}, {}, "`fsdp_reshard_after_forward` must be true"),
-        ({"CPU_RAM_EFFICIENT_LOADING": "true"}, {}, {}, "`fsdp_cpu_ram_efficient_loading` must be false"),
+        (
+            {"CPU_RAM_EFFICIENT_LOADING": "true"},
+            {},
+            {},
+            "`fsdp_cpu_ram_efficient_loading` must be false",
+        ),
         ({"OFFLOAD_PARAMS": "true"}, {}, {}, "`fsdp_offload_params` must be false"),
-        ({"ACTIVATION_CHECKPOINTING": "true"}, {}, {}, "must be false; set `gradient_checkpointing=True`"),
+        (
+            {"ACTIVATION_CHECKPOINTING": "true"},
+            {},
+            {},
+            "must be false; set `gradient_checkpointing=True`",
+        ),
         ({}, {"fp16": True}, {}, "`fp16=True`.*`bf16`"),
         ({}, {"optim": "adafactor"}, {}, "`optim` must be .*'adamw_torch'"),
-        ({}, {}, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}, "quantized base.*DDP"),
+        (
+            {},
+            {},
+            {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)},
+            "quantized base.*DDP",
+        ),
         ({}, {}, {}, "needs several processes.*`accelerate launch"),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, dict) else "",
 )
-def test_unsupported_settings_of_fsdp_raise(tmp_path, monkeypatch, launched, settings, arguments, message):
+def test_unsupported_settings_of_fsdp_raise(
+    tmp_path, monkeypatch, launched, settings, arguments, message
+):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for name, value in (FSDP2 | launched).items():
         monkeypatch.setenv(f"FSDP_{name}", value)
@@ -257,8 +368,12 @@ def test_unsupported_settings_of_fsdp_raise(tmp_path, monkeypatch, launched, set
 
 
 def test_fsdp_of_the_config_is_checked_as_the_launchers(tmp_path, nothing_is_loaded, monkeypatch):
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the config sets it, and it must not stay
-    for given, message in (({"version": 1}, "FSDP1 .* unsupported"), ({"cpu_offload": True}, "`fsdp_offload_params`")):
+    # the config sets it, and it must not stay
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    for given, message in (
+        ({"version": 1}, "FSDP1 .* unsupported"),
+        ({"cpu_offload": True}, "`fsdp_offload_params`"),
+    ):
         with pytest.raises(ValueError, match=message):
             build(tmp_path, {"args": config(tmp_path, fsdp=True, fsdp_config=given)})
 
@@ -266,9 +381,13 @@ def test_fsdp_of_the_config_is_checked_as_the_launchers(tmp_path, nothing_is_loa
 def test_pad_token_beyond_the_embedding_raises(tmp_path):
     larger = tokenizer()
     larger.add_special_tokens({"pad_token": "[PAD]"})
-    with pytest.raises(ValueError, match=r"'\[PAD\]' has the id 32, but .* 32 tokens; set `pad_token` .*'<eos>'"):
+    with pytest.raises(
+        ValueError, match=r"'\[PAD\]' has the id 32, but .* 32 tokens; set `pad_token` .*'<eos>'"
+    ):
         build(tmp_path, {"processing_class": lambda: larger}, pad_token="[PAD]")
-    assert build(tmp_path, {"processing_class": lambda: larger}).processing_class.pad_token == "<eos>"
+    assert (
+        build(tmp_path, {"processing_class": lambda: larger}).processing_class.pad_token == "<eos>"
+    )
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
@@ -296,50 +415,80 @@ def passes_on(completion_ids, **kwargs):
     return logs_a_metric(completion_ids, **kwargs)
 
 
-@pytest.mark.parametrize("evaluation", [prompts, lambda: {"easy": prompts(), "hard": prompts()}], ids=["one", "two"])
-@pytest.mark.parametrize("metric", ["eval_rewrad", "loss", "eval_rewards/length/mean", "monitor/x/mean"])
-def test_best_metric_that_no_evaluation_logs_is_refused_before_the_run(tmp_path, metric, evaluation):
+@pytest.mark.parametrize(
+    "evaluation", [prompts, lambda: {"easy": prompts(), "hard": prompts()}], ids=["one", "two"]
+)
+@pytest.mark.parametrize(
+    "metric", ["eval_rewrad", "loss", "eval_rewards/length/mean", "monitor/x/mean"]
+)
+def test_best_metric_that_no_evaluation_logs_is_refused_before_the_run(
+    tmp_path, metric, evaluation
+):
     settings = EVALUATED | {"metric_for_best_model": metric}
     given = {"eval_dataset": evaluation}
     with pytest.raises(
-        ValueError, match=rf"`metric_for_best_model` must be .*got '{metric}'; did you mean 'eval_.*rew"
+        ValueError,
+        match=rf"`metric_for_best_model` must be .*got '{metric}'; did you mean 'eval_.*rew",
     ):
         build(tmp_path, given, **settings)
     with pytest.raises(ValueError, match="did you mean"):
         build(
-            tmp_path, given | {"callbacks": [EarlyStoppingCallback(2)]}, **settings | {"load_best_model_at_end": False}
+            tmp_path,
+            given | {"callbacks": [EarlyStoppingCallback(2)]},
+            **settings | {"load_best_model_at_end": False},
         )
     build(tmp_path, given | {"reward_funcs": [logs_a_metric]}, **settings)  # it may log it
     for function in (logs_by_keyword, logging_wrapper(length_reward), passes_on):
         build(tmp_path, given | {"reward_funcs": [function]}, **settings)
-    build(tmp_path, given | {"callbacks": [type("Own", (TrainerCallback,), {})()]}, **settings)  # it may add it
+    # it may add it
+    build(tmp_path, given | {"callbacks": [type("Own", (TrainerCallback,), {})()]}, **settings)
     build(tmp_path, given, **settings | {"eval_strategy": "no"})
 
 
 def test_every_metric_of_an_evaluation_may_choose_the_best_model(tmp_path):
     watched = [lambda completions, **kwargs: [1.0] * len(completions)]
     for evaluation, folder in ((prompts(), "one"), ({"easy": prompts()}, "two")):
-        given = {"eval_dataset": lambda evaluation=evaluation: evaluation, "monitor_funcs": lambda: watched}
+        given = {
+            "eval_dataset": lambda evaluation=evaluation: evaluation,
+            "monitor_funcs": lambda: watched,
+        }
         built = build(tmp_path / folder, given, **EVALUATED, kl_coef=0.1)
         for name in built.evaluate().keys() - {"epoch"}:
             built.args.metric_for_best_model = name
-            metrics.check_best_metric(built.args, built.eval_dataset, built.roles.rewards, built.roles.monitors)
+            metrics.check_best_metric(
+                built.args, built.eval_dataset, built.roles.rewards, built.roles.monitors
+            )
 
 
 def test_best_metric_of_a_reward_that_is_not_there_is_refused(tmp_path):
     """A distillation would keep its first checkpoint."""
     rows = prompts().map(lambda row: {"shown": "w1 " + row["prompt"]})
-    settings = EVALUATED | {"reference_prompt": "shown", "kl_coef": 1.0, "metric_for_best_model": "eval_reward"}
-    given = {"reward_funcs": lambda: None, "train_dataset": lambda: rows, "eval_dataset": lambda: rows}
+    settings = EVALUATED | {
+        "reference_prompt": "shown",
+        "kl_coef": 1.0,
+        "metric_for_best_model": "eval_reward",
+    }
+    given = {
+        "reward_funcs": lambda: None,
+        "train_dataset": lambda: rows,
+        "eval_dataset": lambda: rows,
+    }
     with pytest.raises(ValueError, match=r"constant in a run without rewards; use e.g. 'eval_kl'"):
         build(tmp_path, given, **settings)
-    build(tmp_path, given, **settings | {"metric_for_best_model": "eval_kl", "greater_is_better": False})
+    build(
+        tmp_path,
+        given,
+        **settings | {"metric_for_best_model": "eval_kl", "greater_is_better": False},
+    )
 
 
 @pytest.mark.parametrize(
-    "settings, says", [({}, True), ({"stop_token_ids": [2]}, False), ({"stop_strings": ["x"]}, False)]
+    "settings, says",
+    [({}, True), ({"stop_token_ids": [2]}, False), ({"stop_strings": ["x"]}, False)],
 )
-def test_end_of_turn_at_which_nothing_stops_is_said_before_training(tmp_path, caplog, monkeypatch, settings, says):
+def test_end_of_turn_at_which_nothing_stops_is_said_before_training(
+    tmp_path, caplog, monkeypatch, settings, says
+):
     """A base model with a chat template: its EOS is another token than that of the template."""
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     built = byte_tokenizer()
@@ -348,11 +497,16 @@ def test_end_of_turn_at_which_nothing_stops_is_said_before_training(tmp_path, ca
     model.generation_config.eos_token_id = built.eos_token_id
     chats = Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]] * 4})
     PPOTrainer(model, length_reward, config(tmp_path, **settings), chats, processing_class=built)
-    assert ("ends an answer with '<|im_end|>'" in caplog.text and "Add 2 to `stop_token_ids`" in caplog.text) == says
+    assert (
+        "ends an answer with '<|im_end|>'" in caplog.text
+        and "Add 2 to `stop_token_ids`" in caplog.text
+    ) == says
 
 
 def test_training_needs_a_dataset(tmp_path):
-    with pytest.raises(ValueError, match=r"`train_dataset` must be a dataset to train on, got None"):
+    with pytest.raises(
+        ValueError, match=r"`train_dataset` must be a dataset to train on, got None"
+    ):
         build(tmp_path, {"train_dataset": None}).train()
 
 
@@ -374,10 +528,13 @@ def test_adapter_on_the_output_projection_raises(tmp_path, given):
 
 @pytest.mark.parametrize("run", ["train", "evaluate"])
 def test_unknown_map_of_logits_raises_before_a_completion_is_sampled(tmp_path, run):
-    model = with_mapped_logits("hyperclovax", logits_scaling=3.0)  # which multiplies, where Granite divides
+    # which multiplies, where Granite divides
+    model = with_mapped_logits("hyperclovax", logits_scaling=3.0)
     trainer = build(tmp_path, {"model": model, "eval_dataset": prompts})
     trainer.actor_critic.sample = lambda *args, **kwargs: pytest.fail("a completion was sampled")
-    with pytest.raises(ValueError, match=r"HyperCLOVAXForCausalLM changes its logits.*use another model"):
+    with pytest.raises(
+        ValueError, match=r"HyperCLOVAXForCausalLM changes its logits.*use another model"
+    ):
         getattr(trainer, run)()
     assert trainer.state.global_step == 0
 
@@ -387,12 +544,17 @@ def test_unknown_map_of_logits_raises_before_a_completion_is_sampled(tmp_path, r
 
 @pytest.mark.parametrize("argument", ["model", "reward_funcs"])
 def test_name_that_cannot_be_read_raises_by_argument(tmp_path, nothing_is_loaded, argument):
-    with pytest.raises(ValueError, match=rf"`{argument}` must be a directory or a model .*'./modle' .*check its spel"):
+    with pytest.raises(
+        ValueError,
+        match=rf"`{argument}` must be a directory or a model .*'./modle' .*check its spel",
+    ):
         build(tmp_path, {argument: "./modle"})
 
 
 def test_tracker_that_is_not_installed_is_named_before_loading(tmp_path, monkeypatch):
-    monkeypatch.setattr(completions, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr(
+        completions, "get_available_reporting_integrations", lambda: ["tensorboard"]
+    )
     monkeypatch.setattr(trainers, "load_actor_critic", None)
     with pytest.raises(ValueError, match=r"`report_to` names 'wandb', which is not installed"):
         build(tmp_path, {}, report_to="wandb")

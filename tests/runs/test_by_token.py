@@ -19,17 +19,26 @@ def worth(completions, weight, trainer_state=None, **kwargs):
     """7, and the weighted sum of the words' numbers unless w0 is among them."""
     texts = [x if isinstance(x, str) else x[0]["content"] for x in completions]
     sums = [sum(int(word[1:]) for word in text.split()) for text in texts]
-    return [7 + (0.0 if "w0" in text.split() else x * total) for text, x, total in zip(texts, weight, sums)]
+    return [
+        7 + (0.0 if "w0" in text.split() else x * total)
+        for text, x, total in zip(texts, weight, sums)
+    ]
 
 
 @pytest.mark.parametrize("conversation", [False, True])
 def test_tokens_get_what_they_change(by_token, conversation):
-    inner, draw = tokenizer(), random.Random(0)
+    inner = tokenizer()
+    draw = random.Random(0)
     texts = [" ".join(f"w{draw.randrange(8)}" for _ in range(draw.randrange(9))) for _ in range(20)]
     ids = [inner(text)["input_ids"] + [inner.eos_token_id] for text in texts]
-    completions = [[{"role": "assistant", "content": text}] for text in texts] if conversation else texts
+    if conversation:
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+    else:
+        completions = texts
     weights = [draw.random() for _ in texts]
-    rewards = by_token(worth, inner)(completions=completions, completion_ids=ids, weight=weights, trainer_state=None)
+    rewards = by_token(worth, inner)(
+        completions=completions, completion_ids=ids, weight=weights, trainer_state=None
+    )
     assert [len(row) for row in rewards] == [len(row) for row in ids]
     assert [sum(row) + 7 for row in rewards] == pytest.approx(worth(completions, weights))
     assert all(row[-1] == 0 for row in rewards)  # the EOS changes no text
@@ -44,5 +53,7 @@ def test_completions_of_several_turns_are_refused(by_token):
 def test_loss_is_paid_where_it_happens(by_token):
     inner = tokenizer()
     ids = inner("w3 w2 w0 w5")["input_ids"]
-    rewards = by_token(worth, inner)(completions=["w3 w2 w0 w5"], completion_ids=[ids], weight=[2.0])
+    rewards = by_token(worth, inner)(
+        completions=["w3 w2 w0 w5"], completion_ids=[ids], weight=[2.0]
+    )
     assert rewards == [[6.0, 4.0, -10.0, 0.0]]

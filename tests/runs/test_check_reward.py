@@ -19,8 +19,12 @@ from check_reward import check_reward, compare, verdict
 
 CONFIGS = {
     "none": None,
-    "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
-    "fp4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=True),
+    "nf4": BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    ),
+    "fp4": BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=True
+    ),
     "int8": BitsAndBytesConfig(load_in_8bit=True),
 }
 
@@ -51,7 +55,8 @@ def words(start, count):
     return " ".join(WORDS[(start + 5 * k) % len(WORDS)] for k in range(count))
 
 
-# prompts end and completions begin with a space, so that both sides of the seam are words of their own
+# prompts end and completions begin with a space, so that both sides of the seam are words of their
+# own
 ROWS = [
     {
         "prompt": words(n, 1 + n % 4) + " ",
@@ -76,7 +81,10 @@ def run(*arguments):
 
 def load_by_hand(model, quantization):
     return AutoModelForSequenceClassification.from_pretrained(
-        model, quantization_config=CONFIGS[quantization], device_map={"": "cpu"}, dtype=torch.float32
+        model,
+        quantization_config=CONFIGS[quantization],
+        device_map={"": "cpu"},
+        dtype=torch.float32,
     ).eval()
 
 
@@ -110,13 +118,22 @@ def test_table_equals_scoring_by_hand(model, monkeypatch, quantization):
     assert pairs == 24
     own_tokenizer = AutoTokenizer.from_pretrained(model)
     texts = [row["prompt"] + row[side] for side in ("chosen", "rejected") for row in ROWS]
-    orders, columns = [], (("full (float32)", "none"), (quantization, quantization))
+    orders = []
+    columns = (("full (float32)", "none"), (quantization, quantization))
     for name, kind in columns:
         scores = seen[0][name].tolist()
-        assert scores == pytest.approx(scores_by_hand(load_by_hand(model, kind), own_tokenizer, texts), abs=1e-4)
+        assert scores == pytest.approx(
+            scores_by_hand(load_by_hand(model, kind), own_tokenizer, texts), abs=1e-4
+        )
         orders.append([order(c, r) for c, r in zip(scores[:24], scores[24:])])
-        numbers = [statistics.mean((x + 1) / 2 for x in orders[-1]), statistics.mean(scores), statistics.stdev(scores)]
-        assert table.loc[["accuracy", "mean", "standard deviation"], name].tolist() == pytest.approx(numbers)
+        numbers = [
+            statistics.mean((x + 1) / 2 for x in orders[-1]),
+            statistics.mean(scores),
+            statistics.stdev(scores),
+        ]
+        assert table.loc[
+            ["accuracy", "mean", "standard deviation"], name
+        ].tolist() == pytest.approx(numbers)
     full, quantized = (seen[0][name].tolist() for name, _ in columns)
     differences = {
         "rank agreement": spearman_by_hand(full, quantized),
@@ -148,7 +165,8 @@ def test_rank_agreement_averages_ranks_of_ties():
 
 
 def test_pair_that_becomes_a_tie_is_ordered_differently():
-    table = compared([2.0, 1.0, 0.0, 3.0, 1.0, 1.0, 1.0, 3.0], [1.0] * 8)  # pairs (2, 1), (1, 1), (0, 1), (3, 3)
+    # pairs (2, 1), (1, 1), (0, 1), (3, 3)
+    table = compared([2.0, 1.0, 0.0, 3.0, 1.0, 1.0, 1.0, 3.0], [1.0] * 8)
     assert math.isnan(table.loc["rank agreement", "nf4"])
     assert table.loc[["disagreement", "largest difference"], "nf4"].tolist() == [0.5, 2.0]
 
@@ -163,7 +181,9 @@ def test_pair_that_becomes_a_tie_is_ordered_differently():
     ],
 )
 def test_verdict_names_the_quantization_to_use(quantization, agreement, disagreement, outcome):
-    table = DataFrame({quantization: {"accuracy": 0.9, "rank agreement": agreement, "disagreement": disagreement}})
+    table = DataFrame(
+        {quantization: {"accuracy": 0.9, "rank agreement": agreement, "disagreement": disagreement}}
+    )
     assert verdict(quantization, table).endswith(outcome)
 
 
@@ -172,13 +192,22 @@ def test_verdict_names_the_quantization_to_use(quantization, agreement, disagree
 )
 def test_verdict_speaks_of_accuracy_before_quantization(accuracy, said):
     column = {"accuracy": accuracy, "rank agreement": 0.99, "disagreement": 0.01}
-    said_of = verdict("nf4", DataFrame({"full (float32)": column, "nf4": column | {"accuracy": 0.9}}))
-    assert said in said_of and ("nf4" in said_of) == (said == "keeps") and (said == "keeps" or "0." in said_of)
+    said_of = verdict(
+        "nf4", DataFrame({"full (float32)": column, "nf4": column | {"accuracy": 0.9}})
+    )
+    assert (
+        said in said_of
+        and ("nf4" in said_of) == (said == "keeps")
+        and (said == "keeps" or "0." in said_of)
+    )
 
 
 def test_verdict_rejects_swapped_pairs_despite_rank_agreement():
-    """As where prompts differ far more than the two answers to one: each pair is a step apart, and is swapped."""
-    table = compared(*([10.0 * n + x for x in order for n in range(20)] for order in ((1, 0), (0, 1))))
+    """As where prompts differ far more than the two answers to one: each pair is a step apart,
+    and is swapped."""
+    table = compared(
+        *([10.0 * n + x for x in order for n in range(20)] for order in ((1, 0), (0, 1)))
+    )
     assert table.loc["rank agreement", "nf4"] > 0.99 and table.loc["disagreement", "nf4"] == 1
     assert "loses the ranking" in verdict("nf4", table)
 
@@ -189,9 +218,13 @@ def test_verdict_rejects_swapped_pairs_despite_rank_agreement():
 def test_command_prints_table_and_verdict(model, expected, tmp_path, capsys):
     run(model, write(tmp_path / "pairs.jsonl", ROWS))
     printed = capsys.readouterr().out.splitlines()
-    rows = {name.strip(): cells for name, *cells in (line.rsplit(None, 2) for line in printed[2:-1])}
+    rows = {
+        name.strip(): cells for name, *cells in (line.rsplit(None, 2) for line in printed[2:-1])
+    }
     assert printed[0] == "24 pairs" and re.split(r"\s{2,}", printed[1].strip()) == [*expected]
-    assert rows == {name: [f"{x:.3f}".replace("nan", "–") for x in row] for name, *row in expected.itertuples()}
+    assert rows == {
+        name: [f"{x:.3f}".replace("nan", "–") for x in row] for name, *row in expected.itertuples()
+    }
     assert printed[-1] == verdict("nf4", expected)
 
 
@@ -208,18 +241,24 @@ def test_pairs_are_spread_over_the_test_split(model, tmp_path, capsys):
     spread = capsys.readouterr().out
     run(model, write(tmp_path / "sixth.jsonl", ROWS[::4]))
     assert capsys.readouterr().out == spread and spread.startswith("6 pairs\n")
-    with pytest.raises(ValueError, match=r"no split 'nowhere'; set `--split` to one of \['test', 'train'\]"):
+    with pytest.raises(
+        ValueError, match=r"no split 'nowhere'; set `--split` to one of \['test', 'train'\]"
+    ):
         run(model, str(tmp_path), "--split", "nowhere")
 
 
 def test_pairs_beyond_the_context_are_skipped_and_counted(model, tmp_path, capsys):
-    long = {"prompt": "w1 ", "chosen": words(0, 63), "rejected": "w2"}  # 65 tokens with the EOS, for a context of 64
+    # 65 tokens with the EOS, for a context of 64
+    long = {"prompt": "w1 ", "chosen": words(0, 63), "rejected": "w2"}
     fits = {"prompt": "w1 ", "chosen": words(0, 62), "rejected": "w2"}
     rows = [long, *ROWS[:5], long, fits]
     assert check_reward(model, rows, device="cpu")[1].equals(checked(model, [*ROWS[:5], fits]))
     run(model, write(tmp_path / "p.jsonl", rows))
     printed = capsys.readouterr().out
-    assert printed.startswith("6 pairs\n") and "2 more pairs exceed the model's context and were skipped" in printed
+    assert (
+        printed.startswith("6 pairs\n")
+        and "2 more pairs exceed the model's context and were skipped" in printed
+    )
 
 
 # ---- data ----
@@ -229,7 +268,8 @@ def test_prompt_may_be_part_of_the_completions(model, expected):
     """Their words begin to differ at once, so the common beginning is the prompt."""
     whole = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in ROWS]
     assert checked(model, whole).equals(expected)
-    assert checked(model, [row | {"prompt": None} for row in whole]).equals(expected)  # as `datasets` fills a column
+    # as `datasets` fills a column
+    assert checked(model, [row | {"prompt": None} for row in whole]).equals(expected)
 
 
 def test_text_with_eos_gets_no_second_one(model, expected):
@@ -246,9 +286,12 @@ def test_conversations_are_scored_in_the_chat_template(model):
         | {side: [message("assistant", row[side])] for side in ("chosen", "rejected")}
         for row in ROWS
     ]
-    whole = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in explicit]
+    whole = [
+        {side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in explicit
+    ]
     table = checked(model, explicit)
-    own_tokenizer, classifier = AutoTokenizer.from_pretrained(model), load_by_hand(model, "none")
+    own_tokenizer = AutoTokenizer.from_pretrained(model)
+    classifier = load_by_hand(model, "none")
     conversations = [row[side] for side in ("chosen", "rejected") for row in whole]
     by_hand = []
     for messages in conversations:
@@ -263,12 +306,21 @@ def test_conversations_are_scored_in_the_chat_template(model):
     ("rows", "message"),
     [
         ([{"question": "q", "chosen": "a"}], r"Pair 0 has .*'question'.*must all be text"),
-        ([ROWS[0], {"chosen": "w1", "rejected": None}], r"Pair 1 has .*must all be text, or all lists of messages"),
         (
-            [{side: [{"role": "user", "content": "w1"}] for side in ("chosen", "rejected")} | {"prompt": "w1"}],
+            [ROWS[0], {"chosen": "w1", "rejected": None}],
+            r"Pair 1 has .*must all be text, or all lists of messages",
+        ),
+        (
+            [
+                {side: [{"role": "user", "content": "w1"}] for side in ("chosen", "rejected")}
+                | {"prompt": "w1"}
+            ],
             r"Pair 0 has .*drop the prompt if the others are whole conversations",
         ),
-        ([{"chosen": words(0, 70), "rejected": "w1"}], "None of the 1 pairs fits in the model's context of 64 tokens"),
+        (
+            [{"chosen": words(0, 70), "rejected": "w1"}],
+            "None of the 1 pairs fits in the model's context of 64 tokens",
+        ),
     ],
     ids=["columns", "one missing", "mixed", "too long"],
 )
@@ -287,7 +339,9 @@ def test_invalid_models_are_refused(model, tmp_path):
     with pytest.raises(ValueError, match="chat_template is not set"):
         checked(three, conversation, reward_label=0)
     load_by_hand(model, "nf4").save_pretrained(tmp_path / "quantized")
-    with pytest.raises(ValueError, match="saved quantized, so it cannot be compared with full precision"):
+    with pytest.raises(
+        ValueError, match="saved quantized, so it cannot be compared with full precision"
+    ):
         checked(str(tmp_path / "quantized"), ROWS)
 
 

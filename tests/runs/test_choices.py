@@ -1,6 +1,8 @@
-"""Every algorithmic choice against [`plain_ppo`]: the trainer's gradients and losses are those of the oracle.
+"""Every algorithmic choice against [`plain_ppo`]: the trainer's gradients and losses are those of
+the oracle.
 
-The trainer is watched from outside: a reward function sees what is sampled, callbacks see gradients and weights.
+The trainer is watched from outside: a reward function sees what is sampled, callbacks see gradients
+and weights.
 """
 
 import copy
@@ -20,7 +22,9 @@ from transformers import TrainerCallback
 
 from trl_ppo_ext import PPOTrainer
 
-EOS, LONGEST, GROUP = 1, 10, 4
+EOS = 1
+LONGEST = 10
+GROUP = 4
 FEW_WORDS = WORDS[:8]  # so that completions end
 # two epochs of one minibatch each, and unclipped gradients: every second step is off policy
 SETTINGS = {
@@ -32,7 +36,8 @@ SETTINGS = {
     "temperature": 0.8,
     "learning_rate": 2e-2,
     "max_grad_norm": 0.0,
-    # the classical critic and clip, of which each choice is a variant; test_oracle.py has the defaults
+    # the classical critic and clip, of which each choice is a variant; test_oracle.py has the
+    # defaults
     "critic": "head",
     "normalize_values": False,
     "cliprange": 0.2,
@@ -54,7 +59,9 @@ def base():
 
 
 def questions(rows=16):
-    return Dataset.from_dict({"prompt": [" ".join(FEW_WORDS[row % 4 : row % 4 + 1 + row % 5]) for row in range(rows)]})
+    return Dataset.from_dict(
+        {"prompt": [" ".join(FEW_WORDS[row % 4 : row % 4 + 1 + row % 5]) for row in range(rows)]}
+    )
 
 
 def varied_reward(completion_ids, **kwargs):
@@ -91,26 +98,34 @@ def token_ids(sequences):
     ids = sequences.input_ids.tolist()
     middle = sequences.prompt_ids.shape[1]
     lengths = zip(sequences.prompt_lengths.tolist(), sequences.completion_lengths.tolist())
-    return [(row[middle - prompt : middle], row[middle : middle + end]) for row, (prompt, end) in zip(ids, lengths)]
+    return [
+        (row[middle - prompt : middle], row[middle : middle + end])
+        for row, (prompt, end) in zip(ids, lengths)
+    ]
 
 
 class Record(TrainerCallback):
     """Every rollout and every optimizer step of a trainer."""
 
     def __init__(self, rewards, scores):
-        self.scores, self.rollouts, self.steps = scores, [], []
+        self.scores = scores
+        self.rollouts = []
+        self.steps = []
         self.rewards = [self.watched, *rewards[1:]]
         self.reward = rewards[0]
         self.inputs = []
 
     def attach(self, built):
-        self.built, self.compute_loss = built, built.compute_loss
+        self.built = built
+        self.compute_loss = built.compute_loss
         built.compute_loss = self.watched_loss
         built.add_callback(self)
 
     def watched(self, prompts, completion_ids, **kwargs):
         ids = tokenizer(FEW_WORDS)(prompts)["input_ids"]
-        self.rollouts.append(Rollout(ids, completion_ids, self.scores(completion_ids), trained(self.built.model)))
+        self.rollouts.append(
+            Rollout(ids, completion_ids, self.scores(completion_ids), trained(self.built.model))
+        )
         return self.reward(prompts=prompts, completion_ids=completion_ids, **kwargs)
 
     def watched_loss(self, model, inputs, **kwargs):
@@ -121,9 +136,14 @@ class Record(TrainerCallback):
         return copy.deepcopy(self.built.optimizer.state_dict()["state"])
 
     def on_pre_optimizer_step(self, *args, **kwargs):
-        gradient = {name: x.grad.clone() for name, x in self.built.model.named_parameters() if x.grad is not None}
+        gradient = {
+            name: x.grad.clone()
+            for name, x in self.built.model.named_parameters()
+            if x.grad is not None
+        }
         rows = [token_ids(micro_batch.rollout.sequences) for micro_batch in self.inputs]
-        self.begun, self.inputs = (rows, gradient, trained(self.built.model), self.adam()), []
+        self.begun = (rows, gradient, trained(self.built.model), self.adam())
+        self.inputs = []
 
     def on_step_end(self, *args, **kwargs):
         *begun, adam = self.begun
@@ -167,7 +187,9 @@ def largest_difference(one, other):
 
 def plain_settings(settings):
     names = {field.name for field in fields(plain_ppo.Settings)}
-    return plain_ppo.Settings(**{name: x for name, x in (SETTINGS | settings).items() if name in names})
+    return plain_ppo.Settings(
+        **{name: x for name, x in (SETTINGS | settings).items() if name in names}
+    )
 
 
 @lru_cache(maxsize=2)
@@ -183,7 +205,8 @@ def float64_copy(built):
 
 
 def plain_models(built, weights):
-    """The models of a trainer in float64, with the weights that its policy and critic had; valid until the next."""
+    """The models of a trainer in float64, with the weights that its policy and critic had; valid
+    until the next."""
     module, reference = float64_copy(built)
     module.load_state_dict({name: x.double() for name, x in weights.items()}, strict=False)
     return plain_ppo.Models(module.policy, reference, module.value_head)
@@ -192,7 +215,10 @@ def plain_models(built, weights):
 def plain_samples(built, rollout, s):
     """A rollout as the oracle collects it."""
     rows = zip(rollout.prompts, rollout.completions, rollout.scores)
-    samples = [plain_ppo.Sample(prompt, ids, score, truncated=ids[-1] != EOS) for prompt, ids, score in rows]
+    samples = [
+        plain_ppo.Sample(prompt, ids, score, truncated=ids[-1] != EOS)
+        for prompt, ids, score in rows
+    ]
     plain_ppo.collect(plain_models(built, rollout.weights), samples, s)
     return samples
 
@@ -205,7 +231,8 @@ def samples_of(step, samples):
 
 def plain_step(built, record, number, s):
     """Gradient, loss and clipped shares of an optimizer step by the oracle."""
-    step, rollout = record.steps[number], record.rollouts[number % len(record.steps) // s.num_ppo_epochs]
+    step = record.steps[number]
+    rollout = record.rollouts[number % len(record.steps) // s.num_ppo_epochs]
     samples = samples_of(step, plain_samples(built, rollout, s))
     models = plain_models(built, step.before)
     loss, shares = plain_ppo.loss_of(models, samples, s)
@@ -216,7 +243,10 @@ def distance(gradient, other):
     """Relative to the size of the second."""
     difference, size = (
         math.sqrt(sum((x**2).sum().item() for x in tensors))
-        for tensors in ([gradient[name].double() - other[name] for name in gradient], other.values())
+        for tensors in (
+            [gradient[name].double() - other[name] for name in gradient],
+            other.values(),
+        )
     )
     return difference / size
 
@@ -232,7 +262,9 @@ def check_step(built, record, number, s):
     assert distance(record.steps[number].gradient, gradient) < ROUNDING
     log = built.state.log_history[number]
     assert log["loss"] == pytest.approx(loss, abs=2e-4)
-    metrics = {name: f"clip_ratio/{name}_mean" for name in ("low", "high", "dual")} | {"value": "value/clip_ratio"}
+    metrics = {name: f"clip_ratio/{name}_mean" for name in ("low", "high", "dual")} | {
+        "value": "value/clip_ratio"
+    }
     for name, metric in metrics.items():
         assert log.get(metric, 0) == pytest.approx(shares[name]), metric
     assert log["clip_ratio/region_mean"] == pytest.approx(shares["low"] + shares["high"])
@@ -263,7 +295,10 @@ CHOICES = {
     "exact in the loss": (IN_LOSS | {"kl_estimator": "exact"}, IN_LOSS),
     "exact in both": (IN_LOSS | {"kl_estimator": "exact", "kl_placement": "both"}, IN_LOSS),
     "missing_eos_penalty": ({"missing_eos_penalty": 1.5}, {}),
-    "whiten_rewards": ({"whiten_rewards": True, "whiten_advantages": False}, {"whiten_advantages": False}),
+    "whiten_rewards": (
+        {"whiten_rewards": True, "whiten_advantages": False},
+        {"whiten_advantages": False},
+    ),
     "whiten_advantages": ({"whiten_advantages": False}, {}),
     "gamma": ({"gamma": 0.9}, {}),
     "lam": ({"lam": 0.5}, {}),
@@ -317,13 +352,18 @@ def test_gradient_does_not_depend_on_micro_batches(tmp_path, aggregation, size, 
     check_step(built, record, -1, plain_settings(settings))
     rows = record.steps[-1].rows
     learned = [len(ids) for batch in rows for _, ids in batch if ids[-1] == EOS]
-    assert len(rows) == accumulation and len(set(learned)) > 1 and len(learned) < size * accumulation
+    assert (
+        len(rows) == accumulation and len(set(learned)) > 1 and len(learned) < size * accumulation
+    )
 
 
 def failing_reward(completion_ids, **kwargs):
     """Does not apply to some completions (NaN), and fails for others."""
     odd = {2: float("nan"), 3: "n/a", 4: float("inf")}
-    return [odd.get(ids[0] % 5, score) for ids, score in zip(completion_ids, varied_reward(completion_ids))]
+    return [
+        odd.get(ids[0] % 5, score)
+        for ids, score in zip(completion_ids, varied_reward(completion_ids))
+    ]
 
 
 def optional_reward(completion_ids, **kwargs):
@@ -358,7 +398,9 @@ def test_skipped_completions_do_not_train(tmp_path, estimator):
 def adapted():
     """A model with an adapter that has learned something."""
     torch.manual_seed(1)
-    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     return get_peft_model(base(), lora)
 
 
@@ -388,20 +430,27 @@ EARLY = {
 
 def unchanged(step):
     """Neither weights nor Adam's moments and counts moved."""
-    before, after = step.adam_before, step.adam_after
+    before = step.adam_before
+    after = step.adam_after
     adam = before.keys() == after.keys() and all(equal(before[key], after[key]) for key in before)
     return equal(step.before, step.after) and adam
 
 
 def check_early_end(built, record, target):
-    """Steps are taken up to the first minibatch that moved further, and none after it; returns their numbers."""
-    taken, per_rollout, s = [], EARLY["num_mini_batches"] * EARLY["num_ppo_epochs"], plain_settings(EARLY)
+    """Steps are taken up to the first minibatch that moved further, and none after it; returns
+    their numbers."""
+    taken = []
+    per_rollout = EARLY["num_mini_batches"] * EARLY["num_ppo_epochs"]
+    s = plain_settings(EARLY)
     for number, (step, log) in enumerate(zip(record.steps, built.state.log_history)):
         if number % per_rollout == 0:
-            ended, samples = False, plain_samples(built, record.rollouts[number // per_rollout], s)
+            ended = False
+            samples = plain_samples(built, record.rollouts[number // per_rollout], s)
             taken.append(0)
         if not ended:
-            moved = plain_ppo.distance(plain_models(built, step.before), samples_of(step, samples), s)
+            moved = plain_ppo.distance(
+                plain_models(built, step.before), samples_of(step, samples), s
+            )
             ended = moved > target
         else:
             assert not step.rows
@@ -418,7 +467,11 @@ def check_early_end(built, record, target):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_grad_norm": 1.0}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}],
+    [
+        {},
+        {"max_grad_norm": 1.0},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    ],
     ids=["unclipped", "clipped", "accumulated"],
 )
 def test_target_kl_ends_the_updates_of_a_rollout(tmp_path, settings):
@@ -434,7 +487,9 @@ def test_target_kl_ends_the_updates_of_a_rollout(tmp_path, settings):
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 def test_skipped_steps_do_not_reach_the_gradient_scaler(tmp_path, max_grad_norm):
     """With fp16 it would otherwise fail at the next one: "unscale_() has already been called"."""
-    built, record = build(tmp_path, target_kl=0.02, **EARLY | {"max_grad_norm": max_grad_norm, "max_steps": 6})
+    built, record = build(
+        tmp_path, target_kl=0.02, **EARLY | {"max_grad_norm": max_grad_norm, "max_steps": 6}
+    )
     unscaled = []
     built.accelerator.unscale_gradients = lambda *args: unscaled.append(built.state.global_step)
     built.train()
@@ -448,7 +503,9 @@ def test_target_kl_never_skips_the_first_step_of_a_rollout(tmp_path):
 
 
 def test_huge_target_kl_changes_nothing(tmp_path):
-    (_, one), (_, other) = (run(tmp_path, target_kl=target, **EARLY | {"max_steps": 6}) for target in (None, 1e9))
+    (_, one), (_, other) = (
+        run(tmp_path, target_kl=target, **EARLY | {"max_steps": 6}) for target in (None, 1e9)
+    )
     assert all(equal(ours.after, theirs.after) for ours, theirs in zip(one.steps, other.steps))
 
 
@@ -458,11 +515,13 @@ def test_huge_target_kl_changes_nothing(tmp_path):
 def test_kl_target_steers_kl_coef_by_zieglers_rule(tmp_path):
     settings = {"kl_coef": 0.2, "kl_target": 0.5, "kl_horizon": 40, "max_steps": 12}
     built, record = run(tmp_path, **settings)
-    s, errors = plain_settings(settings), []
+    s = plain_settings(settings)
+    errors = []
     for used, kl in zip(logged(built, "kl_coef"), logged(built, "kl_per_completion"), strict=True):
         assert used == pytest.approx(s.kl_coef)
         errors.append(kl / 0.5 - 1)
-        applied, s = s, replace(s, kl_coef=plain_ppo.steer_kl_coef(s.kl_coef, kl, 8, s))
+        applied = s
+        s = replace(s, kl_coef=plain_ppo.steer_kl_coef(s.kl_coef, kl, 8, s))
     assert min(errors) < -0.2 and max(errors) > 0.2, errors
     check_step(built, record, -1, applied)
 
@@ -473,14 +532,27 @@ def scores_or_none(completion_ids):
 
 
 def test_kl_target_counts_truncated_completions(tmp_path):
-    """They are not learned from, but they were sampled and are in the logged KL; skipped ones are not."""
-    settings = {"kl_target": 0.85, "kl_horizon": 40, "kl_coef": 0.2, "max_completion_length": 5, "max_steps": 6}
+    """They are not learned from, but they were sampled and are in the logged KL; skipped ones
+    are not."""
+    settings = {
+        "kl_target": 0.85,
+        "kl_horizon": 40,
+        "kl_coef": 0.2,
+        "max_completion_length": 5,
+        "max_steps": 6,
+    }
     settings |= TRUNCATED | {"per_device_train_batch_size": 16}
-    built, record = run(tmp_path, reward_funcs=[failing_reward], scores=scores_or_none, **settings, **SKIP)
-    s, telling, kls = plain_settings(settings), [], logged(built, "kl_per_completion")
+    built, record = run(
+        tmp_path, reward_funcs=[failing_reward], scores=scores_or_none, **settings, **SKIP
+    )
+    s = plain_settings(settings)
+    telling = []
+    kls = logged(built, "kl_per_completion")
     for rollout, used, kl in zip(record.rollouts, logged(built, "kl_coef"), kls, strict=True):
         assert used == pytest.approx(s.kl_coef, rel=1e-5)
-        scored = [ids for ids, score in zip(rollout.completions, rollout.scores) if score is not None]
+        scored = [
+            ids for ids, score in zip(rollout.completions, rollout.scores) if score is not None
+        ]
         s = replace(s, kl_coef=plain_ppo.steer_kl_coef(s.kl_coef, kl, len(scored), s))
         if abs(kl / 0.85 - 1) < 0.2 and len(scored) < 16:
             telling.append(sum(ids[-1] != EOS for ids in scored))
@@ -490,7 +562,9 @@ def test_kl_target_counts_truncated_completions(tmp_path):
 # ---- one run after the other
 
 
-@pytest.mark.parametrize("saved", [6, 7, 8], ids=["between rollouts", "within one", "after its updates ended"])
+@pytest.mark.parametrize(
+    "saved", [6, 7, 8], ids=["between rollouts", "within one", "after its updates ended"]
+)
 def test_run_with_every_stateful_choice_resumes_bit_for_bit(tmp_path, saved):
     def begin(name):
         return build(
@@ -518,7 +592,9 @@ def test_run_with_every_stateful_choice_resumes_bit_for_bit(tmp_path, saved):
         assert equal(ours.after, theirs.after)
     timed = ("time/", "step_time", "tokens_per_second", "train_", "epoch")
     for logs in zip(whole.state.log_history, again.state.log_history, strict=True):
-        kept = [{key: value for key, value in log.items() if not key.startswith(timed)} for log in logs]
+        kept = [
+            {key: value for key, value in log.items() if not key.startswith(timed)} for log in logs
+        ]
         assert kept[0] == kept[1]
 
 
@@ -532,8 +608,12 @@ def test_given_adapter_is_start_and_reference(tmp_path, is_trainable):
     assert logged(second, "kl")[1] != 0
     check_step(second, record, -1, plain_settings({"kl_coef": 0.5}))
     ids = torch.tensor([[4, 5, 6, 7]])
-    ended, reference = plain_models(first, trained(first.model)), plain_models(second, record.rollouts[0].weights)
+    ended = plain_models(first, trained(first.model))
+    reference = plain_models(second, record.rollouts[0].weights)
     with torch.no_grad():
-        logits = [model(input_ids=ids).logits for model in (ended.policy, reference.reference, reference.policy)]
+        logits = [
+            model(input_ids=ids).logits
+            for model in (ended.policy, reference.reference, reference.policy)
+        ]
     torch.testing.assert_close(logits[1], logits[0])
     torch.testing.assert_close(logits[2], logits[0])

@@ -34,7 +34,9 @@ ANSWERS = {  # value, an answer that fulfils it, one that does not
 
 @pytest.fixture
 def constraints(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks" / "constraints"))
+    monkeypatch.syspath_prepend(
+        str(Path(__file__).resolve().parents[2] / "benchmarks" / "constraints")
+    )
     import constraints
 
     return constraints
@@ -48,9 +50,18 @@ def test_checks_accept_and_refuse(constraints):
 
 
 def test_repetition_marks_and_short_answers_are_not_fresh(constraints):
-    prose = "Rivers carry rain from the hills down into wide valleys, where many people live, fish and trade."
+    prose = (
+        "Rivers carry rain from the hills down into wide valleys, where many people live, fish "
+        "and trade."
+    )
     assert constraints.fresh(prose) == 1 and constraints.fresh("") == 0
-    for text in (prose * 5, "Rivers.", "[address] [street] [street] [street]" * 3, "*" * 90, "🐦" * 90):
+    for text in (
+        prose * 5,
+        "Rivers.",
+        "[address] [street] [street] [street]" * 3,
+        "*" * 90,
+        "🐦" * 90,
+    ):
         assert constraints.fresh(text) < 0.5, text
 
 
@@ -58,14 +69,19 @@ def test_reward_is_one_where_all_is_fulfilled_and_less_elsewhere(constraints, mo
     monkeypatch.setattr(constraints, "fresh", lambda text: 1.0)
 
     def reward(text, names, values):
-        return constraints.progress([[{"role": "assistant", "content": text}]], [names], [values])[0]
+        return constraints.progress([[{"role": "assistant", "content": text}]], [names], [values])[
+            0
+        ]
 
     for name, (value, right, wrong) in ANSWERS.items():
         assert reward(right, [name], [value]) == 1 > reward(wrong, [name], [value]) >= 0, name
         for end in range(len(right) + 3):  # also of what is not finished
             text = f"\n\n {right}"[:end]
             assert 0 <= reward(text, [name], [value]) <= 1, (name, text)
-            assert reward(text, [name], [value]) == 1 or not constraints.fulfilled(text, [name], [value])[0], (
+            assert (
+                reward(text, [name], [value]) == 1
+                or not constraints.fulfilled(text, [name], [value])[0]
+            ), (
                 name,
                 text,
             )
@@ -76,15 +92,21 @@ def test_copies_of_an_example_and_text_between_highlights_do_not_count(constrain
     assert constraints.highlights("*this part* **Tea** is **warm** * * *") == 2
     assert constraints.highlights("*this is important*") == 1
     assert not constraints.title.search("<<this>>") and constraints.title.search("<<this is tea>>")
-    assert constraints.sentences('"Tea is warm." (Is it?)') == 2 and constraints.bullets("- a\n---\n-5") == 1
+    assert (
+        constraints.sentences('"Tea is warm." (Is it?)') == 2
+        and constraints.bullets("- a\n---\n-5") == 1
+    )
 
 
 def test_held_out_requests_share_no_topic_wording_or_sentence_to_repeat(constraints):
-    trained, held_out = constraints.requests(480, seed=0), constraints.requests(480, seed=1, held_out=True)
+    trained = constraints.requests(480, seed=0)
+    held_out = constraints.requests(480, seed=1, held_out=True)
     texts = [row["prompt"][0]["content"] for row in held_out]
     assert not any(f" {topic}" in text for text in texts for topic in constraints.TOPICS)
     assert not set(texts) & {row["prompt"][0]["content"] for row in trained}
-    assert not set(constraints.HELD_OUT_VALUES["repeat"]) & set(constraints.CONSTRAINTS["repeat"].values)
+    assert not set(constraints.HELD_OUT_VALUES["repeat"]) & set(
+        constraints.CONSTRAINTS["repeat"].values
+    )
     for constraint in constraints.CONSTRAINTS.values():
         assert len(set(constraint.wordings)) == len(constraint.wordings) > 2
     for rows in (trained, held_out):

@@ -19,24 +19,41 @@ CHUNK = 5  # rows of logits at a time
 
 
 aten = torch.ops.aten
-READS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.nonzero.default, aten.equal.default}
+READS = {
+    aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.nonzero.default,
+    aten.equal.default,
+}
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor of an operation, and reads of numbers in the trunk, by phase of the step."""
+    """Elements of the largest tensor of an operation, and reads of numbers in the trunk, by
+    phase of the step."""
 
     def __init__(self):
         super().__init__()
-        self.phase, self.in_trunk, self.elements, self.reads = "", False, Counter(), Counter()
+        self.phase = ""
+        self.in_trunk = False
+        self.elements = Counter()
+        self.reads = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_masked = function is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
+        is_masked = function is aten.index.Tensor and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
         self.reads[self.phase] += self.in_trunk and (function in READS or is_masked)
         out = function(*args, **kwargs or {})
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and not x.is_meta and function is not torch.ops.aten.t.default:
+            if (
+                isinstance(x, torch.Tensor)
+                and not x.is_meta
+                and function is not torch.ops.aten.t.default
+            ):
                 known = x.untyped_storage().data_ptr() in self.parameters
-                self.elements[self.phase] = max(self.elements[self.phase], 0 if known else x.numel())
+                self.elements[self.phase] = max(
+                    self.elements[self.phase], 0 if known else x.numel()
+                )
         return out
 
 
@@ -63,13 +80,19 @@ class Counted:
     """A trainer whose one step has been run, with what was counted."""
 
     def __init__(self, trainer, monkeypatch, measures):
-        self.forwards, self.computed, self.projected, self.logits = Counter(), Counter(), Counter(), []
+        self.forwards = Counter()
+        self.computed = Counter()
+        self.projected = Counter()
+        self.logits = []
         self.largest = Largest()
-        self.largest.parameters = {x.untyped_storage().data_ptr() for x in trainer.actor_critic.parameters()}
+        self.largest.parameters = {
+            x.untyped_storage().data_ptr() for x in trainer.actor_critic.parameters()
+        }
         self.trainer = trainer
         trainer.actor_critic.check_logits()  # once per run, on four tokens
         trainer.actor_critic.check_logits = lambda: None
-        self.rollouts, self.micro_batches = rollouts_of(trainer), micro_batches_of(trainer)
+        self.rollouts = rollouts_of(trainer)
+        self.micro_batches = micro_batches_of(trainer)
         self.count(trainer, monkeypatch)
         with self.largest if measures else nullcontext():
             trainer.train()
@@ -78,8 +101,12 @@ class Counted:
         actor_critic = trainer.actor_critic
         base = actor_critic.policy.get_base_model()
         actor_critic.trunk.register_forward_pre_hook(self.begin_forward, with_kwargs=True)
-        actor_critic.trunk.register_forward_hook(lambda *args: setattr(self.largest, "in_trunk", False))
-        base.get_output_embeddings().register_forward_hook(lambda m, a, out: self.logits.append(tuple(out.shape)))
+        actor_critic.trunk.register_forward_hook(
+            lambda *args: setattr(self.largest, "in_trunk", False)
+        )
+        base.get_output_embeddings().register_forward_hook(
+            lambda m, a, out: self.logits.append(tuple(out.shape))
+        )
         original = fused._Projection.log_softmax
 
         def log_softmax(projection, hidden, out):
@@ -87,7 +114,11 @@ class Counted:
             return original(projection, hidden, out)
 
         monkeypatch.setattr(fused._Projection, "log_softmax", log_softmax)
-        counted = {"sample": "generate", "score_responses": "score_tokens", "reference_logprobs": "score_tokens"}
+        counted = {
+            "sample": "generate",
+            "score_responses": "score_tokens",
+            "reference_logprobs": "score_tokens",
+        }
         for name, phase in counted.items():
             monkeypatch.setattr(actor_critic, name, self.within(phase, getattr(actor_critic, name)))
         trainer.compute_loss = self.within("loss", trainer.compute_loss)
@@ -107,7 +138,8 @@ class Counted:
 
     @contextmanager
     def phase(self, name):
-        before, self.largest.phase = self.largest.phase, name
+        before = self.largest.phase
+        self.largest.phase = name
         yield
         self.largest.phase = before
 
@@ -122,7 +154,8 @@ SHAPES = [
     {"num_ppo_epochs": 3},
     {"num_mini_batches": 2, "num_generations": 4},
 ]
-EXTRA_FORWARDS = {"head": (2, 1), "adapter": (3, 2), "none": (2, 1)}  # of a micro-batch, in scoring and in an update
+# of a micro-batch, in scoring and in an update
+EXTRA_FORWARDS = {"head": (2, 1), "adapter": (3, 2), "none": (2, 1)}
 
 
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
@@ -130,10 +163,13 @@ EXTRA_FORWARDS = {"head": (2, 1), "adapter": (3, 2), "none": (2, 1)}  # of a mic
 def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
     """One per sampled token; then policy, reference and critic adapter once per micro-batch.
 
-    Only sampled tokens reach the vocabulary: once each for policy and reference, and once per epoch; while sampling,
-    only the newest position.
+    Only sampled tokens reach the vocabulary: once each for policy and reference, and once per
+    epoch; while sampling, only the newest position.
     """
-    settings = {"num_generations": 4} | settings if critic == "none" else settings
+    if critic == "none":
+        settings = {"num_generations": 4} | settings
+    else:
+        settings = settings
     counted = step(measures=False, critic=critic, **settings)
     plan, (scoring, update) = counted.trainer.plan, EXTRA_FORWARDS[critic]
     micro_batches = plan.num_mini_batches * plan.gradient_accumulation_steps
@@ -142,7 +178,9 @@ def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
     assert counted.forwards["loss"] == update * micro_batches * plan.num_ppo_epochs
     tokens = int(counted.sequences.completion_lengths.sum())
     # at most eight completions show how far the updates have moved the policy
-    assert counted.forwards["measure"] == -(-min(8, plan.completions_per_process) // plan.micro_batch_size)
+    assert counted.forwards["measure"] == -(
+        -min(8, plan.completions_per_process) // plan.micro_batch_size
+    )
     assert 0 < counted.projected.pop("measure") <= tokens
     assert counted.projected == {"score_tokens": 2 * tokens, "loss": plan.num_ppo_epochs * tokens}
     assert {shape[1:] for shape in counted.logits} == {(1, VOCABULARY)}
@@ -150,7 +188,8 @@ def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
 
 def test_exact_kl_in_the_reward_reads_the_reference_once(step):
     counted = step(measures=False, critic="head", kl_estimator="exact")
-    roles, sequences = counted.trainer.roles, counted.sequences
+    roles = counted.trainer.roles
+    sequences = counted.sequences
     assert counted.forwards["score_tokens"] == 2 * counted.trainer.plan.num_mini_batches
     for weight in roles.actor_critic.policy_parameters().values():
         torch.nn.init.normal_(weight, std=0.1)  # no longer its reference
@@ -163,7 +202,10 @@ def test_exact_kl_in_the_reward_reads_the_reference_once(step):
 
 @pytest.mark.parametrize("placement", ["reward", "loss", "both"])
 def test_step_without_a_kl_penalty_skips_the_reference(step, placement):
-    estimator = "exact" if placement == "both" else "k1"
+    if placement == "both":
+        estimator = "exact"
+    else:
+        estimator = "k1"
     counted = step(measures=False, kl_coef=0.0, kl_placement=placement, kl_estimator=estimator)
     plan = counted.trainer.plan
     assert counted.forwards["score_tokens"] == counted.forwards["loss"] == plan.micro_steps
@@ -173,18 +215,31 @@ def test_step_without_a_kl_penalty_skips_the_reference(step, placement):
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 def test_no_tensor_is_larger_than_a_chunk_of_logits(step, settings):
     counted = step(**settings, critic="head", entropy_coef=0.01)  # a side network is larger
-    assert counted.largest.elements["score_tokens"] == counted.largest.elements["loss"] == CHUNK * VOCABULARY
+    assert (
+        counted.largest.elements["score_tokens"]
+        == counted.largest.elements["loss"]
+        == CHUNK * VOCABULARY
+    )
     assert counted.largest.elements["generate"] == len(counted.sequences) * VOCABULARY
     assert counted.largest.elements[""] < CHUNK * VOCABULARY  # backward, optimizer, metrics
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_trunk_computes_real_tokens_only_and_reads_nothing_on_the_host(step, implementation):
-    """With SDPA; otherwise rows are padded on the right, in micro-batches of about the same length."""
-    counted = step(implementation, gradient_accumulation_steps=4, per_device_train_batch_size=2, num_ppo_epochs=3)
+    """With SDPA; otherwise rows are padded on the right, in micro-batches of about the same
+    length."""
+    counted = step(
+        implementation,
+        gradient_accumulation_steps=4,
+        per_device_train_batch_size=2,
+        num_ppo_epochs=3,
+    )
     real = sum(int(x.rollout.sequences.lengths.sum()) for x in counted.micro_batches)
     is_packed = implementation == "sdpa"
     assert (counted.computed["loss"] == real) == is_packed and counted.computed["loss"] < 1.3 * real
-    assert counted.computed["score_tokens"] / 2 == pytest.approx(counted.computed["loss"] / 3, rel=0.1)  # 3 epochs
+    # 3 epochs
+    assert counted.computed["score_tokens"] / 2 == pytest.approx(
+        counted.computed["loss"] / 3, rel=0.1
+    )
     for phase in ("score_tokens", "loss"):
         assert counted.largest.reads[phase] == (0 if is_packed else counted.forwards[phase])

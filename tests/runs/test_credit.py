@@ -38,7 +38,9 @@ class Endless:
     """Environment that pays 1 per turn."""
 
     def reset(self, *, seed, options):
-        self.turns, self.limit, self.seed = 0, 2 + seed % 3, seed
+        self.turns = 0
+        self.limit = 2 + seed % 3
+        self.seed = seed
         return None, {}
 
     def hidden_state(self):
@@ -62,7 +64,12 @@ class Ending(Endless):
 
 
 def episodes_run(output_dir, environment, **kwargs):
-    settings = {"max_completion_length": 40, "stop_token_ids": [*range(4, 32)], "max_steps": 1, "num_mini_batches": 1}
+    settings = {
+        "max_completion_length": 40,
+        "stop_token_ids": [*range(4, 32)],
+        "max_steps": 1,
+        "num_mini_batches": 1,
+    }
     args = config(output_dir, per_device_train_batch_size=8, **settings | kwargs)
     return PPOTrainer(
         llama(),
@@ -76,7 +83,9 @@ def episodes_run(output_dir, environment, **kwargs):
 TEACHER = {"reference_prompt": "hidden_state", "kl_coef": 0.1}
 
 
-@pytest.mark.parametrize("settings, is_read", [({}, False), ({"critic": "adapter"}, True), (TEACHER, True)])
+@pytest.mark.parametrize(
+    "settings, is_read", [({}, False), ({"critic": "adapter"}, True), (TEACHER, True)]
+)
 def test_hidden_state_that_nobody_reads_is_told(tmp_path, caplog, monkeypatch, settings, is_read):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     episodes_run(tmp_path, Endless, **settings)
@@ -90,7 +99,9 @@ def test_reference_reads_the_hidden_state_and_what_follows(tmp_path, critic):
     for row, episode in enumerate(samples.batch.episodes):
         state = run.processing_class(episode.environment.hidden_state())["input_ids"]
         shown = [*state, *episode.prompt_ids]
-        assert episode.other_prompts == {"reference": shown} | ({"critic": shown} if critic == "adapter" else {})
+        assert episode.other_prompts == {"reference": shown} | (
+            {"critic": shown} if critic == "adapter" else {}
+        )
         with run.actor_critic.reference(), torch.no_grad():
             expected = plain_logprobs(run.actor_critic, shown, episode.completion_ids)
         sampled = torch.tensor(episode.sampled) > 0
@@ -117,14 +128,19 @@ def first_rollout(run, value=None):
         (Endless, {"max_tool_calling_iterations": 2, "bootstrap_truncated": True}, True),
     ],
 )
-def test_episodes_that_a_limit_cuts_have_the_returns_of_uncut_ones(tmp_path, environment, settings, bootstraps):
-    run = episodes_run(tmp_path, environment, critic="head", **{"advantage_level": "turn"} | PLAIN | settings)
+def test_episodes_that_a_limit_cuts_have_the_returns_of_uncut_ones(
+    tmp_path, environment, settings, bootstraps
+):
+    run = episodes_run(
+        tmp_path, environment, critic="head", **{"advantage_level": "turn"} | PLAIN | settings
+    )
     rollout, samples = first_rollout(run, VALUE)
     starts, _ = ppo_math.turn_starts(rollout.response_mask)
     for row, turns in enumerate(starts.sum(1).tolist()):
         assert 2 <= turns == samples.batch.episodes[row].turns
         expected = torch.full((turns,), VALUE)
-        if not bootstraps:  # of all steps only the last one is worse than its value, by what would have followed
+        # of all steps only the last one is worse than its value, by what would have followed
+        if not bootstraps:
             expected -= GAMMA * VALUE * (GAMMA * 0.8) ** torch.arange(turns).flip(0)
         torch.testing.assert_close(rollout.returns[row][starts[row]], expected)
     if bootstraps:
@@ -138,17 +154,25 @@ def test_new_critic_expects_the_mean_return_after_limits(tmp_path):
     starts, _ = ppo_math.turn_starts(rollout.response_mask)
     [mean] = samples.values[starts].unique()
     assert mean > 1
-    _, expected = ppo_math.gae(starts.float(), samples.values, starts, GAMMA, 0.8, mean.expand(len(starts)))
+    _, expected = ppo_math.gae(
+        starts.float(), samples.values, starts, GAMMA, 0.8, mean.expand(len(starts))
+    )
     torch.testing.assert_close(samples.returns, expected)
 
 
 def test_new_critic_does_not_call_the_end_of_an_answer_bad(tmp_path):
-    """Five tokens that pay 1 and an EOS that pays nothing: with one value everywhere, λ 0.8 would charge the EOS."""
+    """Five tokens that pay 1 and an EOS that pays nothing: with one value everywhere, λ 0.8
+    would charge the EOS."""
 
     def one_per_token(completion_ids, **_):
         return [[1.0] * (len(ids) - 1) + [0.0] for ids in completion_ids]
 
-    sizes = {"per_device_train_batch_size": 64, "num_mini_batches": 1, "num_ppo_epochs": 1, "max_steps": 1}
+    sizes = {
+        "per_device_train_batch_size": 64,
+        "num_mini_batches": 1,
+        "num_ppo_epochs": 1,
+        "max_steps": 1,
+    }
     run = trainer(tmp_path, reward_funcs=one_per_token, **sizes, kl_coef=0.0, lam=0.8)
     write_completions(run, lambda prompts: [[5, 6, 7, 8, 9, 1]] * len(prompts))
     rollout, samples = first_rollout(run)
@@ -158,11 +182,18 @@ def test_new_critic_does_not_call_the_end_of_an_answer_bad(tmp_path):
 
 
 def test_new_critic_of_both_levels_is_fitted_to_returns_over_turns(tmp_path):
-    run, fits = episodes_run(tmp_path, Ending, critic="side", advantage_level="both", gamma=GAMMA, kl_coef=0.0), []
-    head, begin = run.actor_critic.value_head, run.actor_critic.value_head.begin
-    head.begin = lambda recorded, targets, *rest: fits.append(targets) or begin(recorded, targets, *rest)
+    run = episodes_run(
+        tmp_path, Ending, critic="side", advantage_level="both", gamma=GAMMA, kl_coef=0.0
+    )
+    fits = []
+    head = run.actor_critic.value_head
+    begin = run.actor_critic.value_head.begin
+    head.begin = lambda recorded, targets, *rest: (
+        fits.append(targets) or begin(recorded, targets, *rest)
+    )
     rollout, _ = first_rollout(run)
-    mask, turns = rollout.response_mask, rollout.sequences.turns
+    mask = rollout.response_mask
+    turns = rollout.sequences.turns
     left = (turns.amax(1, keepdim=True) - turns + 1)[mask]  # turns, each of which pays 1 at its end
     expected = (1 - GAMMA**left) * VALUE
     assert mask.sum() > turns.amax(1).sum()
@@ -178,8 +209,14 @@ def test_new_critic_is_fitted_to_the_first_rollout_that_has_a_score(tmp_path):
         calls.append(None)
         return [None if len(calls) == 1 else float(ids[0]) for ids in completion_ids]
 
-    settings = {"max_reward_failures": 1.0, "critic": "side", "num_ppo_epochs": 1, "num_mini_batches": 1}
-    run, first_fit = trainer(tmp_path, None, late, max_steps=2, **settings), []
+    settings = {
+        "max_reward_failures": 1.0,
+        "critic": "side",
+        "num_ppo_epochs": 1,
+        "num_mini_batches": 1,
+    }
+    run = trainer(tmp_path, None, late, max_steps=2, **settings)
+    first_fit = []
     run.updates.start = lambda rollout, step, start=run.updates.start: (
         first_fit.append(run.actor_critic.value_head.first_fit.norm().item()),
         start(rollout, step),
@@ -194,8 +231,17 @@ def equal_first(completion_ids, trainer_state, **kwargs):
 
 
 def test_new_critic_is_fitted_to_the_first_rollout_whose_scores_differ(tmp_path):
-    settings = {"critic": "side", "kl_coef": 0.0, "num_ppo_epochs": 1, "num_mini_batches": 1, "max_steps": 3}
-    run, seen = trainer(tmp_path / "whole", None, equal_first, save_strategy="steps", save_steps=1, **settings), []
+    settings = {
+        "critic": "side",
+        "kl_coef": 0.0,
+        "num_ppo_epochs": 1,
+        "num_mini_batches": 1,
+        "max_steps": 3,
+    }
+    run = trainer(
+        tmp_path / "whole", None, equal_first, save_strategy="steps", save_steps=1, **settings
+    )
+    seen = []
     run.updates.start = lambda rollout, step, start=run.updates.start: (
         seen.append((run.actor_critic.value_head.first_fit.clone(), rollout)),
         start(rollout, step),
@@ -220,13 +266,17 @@ def test_new_critic_is_fitted_to_the_first_rollout_whose_scores_differ(tmp_path)
 
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_first_values_over_turns_are_those_that_the_critic_then_outputs(tmp_path, level):
-    run, compared = episodes_run(tmp_path, Ending, advantage_level=level, critic="side"), []
+    run = episodes_run(tmp_path, Ending, advantage_level=level, critic="side")
+    compared = []
     start = run.updates.start
 
     def begin(rollout, step):
         outputs = rollouts.score_tokens(run.roles, rollout.sequences).values
         starts, _ = ppo_math.turn_starts(rollout.sequences.turns)
-        has_value = rollout.response_mask & starts if level == "turn" else rollout.response_mask
+        if level == "turn":
+            has_value = rollout.response_mask & starts
+        else:
+            has_value = rollout.response_mask
         compared.append((outputs, rollout.old_values, has_value))
         return start(rollout, step)
 
@@ -248,7 +298,12 @@ def test_truncated_completions_bootstrap_if_they_are_told_to(tmp_path, bootstrap
     def one_per_token(completion_ids, **_):
         return [[1.0] * len(ids) for ids in completion_ids]
 
-    settings = {"max_completion_length": 6, "stop_token_ids": [*range(24, 32)], "critic": "head", "max_steps": 1}
+    settings = {
+        "max_completion_length": 6,
+        "stop_token_ids": [*range(24, 32)],
+        "critic": "head",
+        "max_steps": 1,
+    }
     run = trainer(
         tmp_path,
         reward_funcs=one_per_token,
@@ -260,7 +315,10 @@ def test_truncated_completions_bootstrap_if_they_are_told_to(tmp_path, bootstrap
     assert 0 < samples.stopped.sum() < len(samples.stopped)
     for row, stopped in enumerate(samples.stopped.tolist()):
         left = torch.arange(int(rollout.response_mask[row].sum()), 0, -1)
-        expected = VALUE * (1 - GAMMA**left) if stopped or not bootstraps else torch.full(left.shape, VALUE)
+        if stopped or not bootstraps:
+            expected = VALUE * (1 - GAMMA**left)
+        else:
+            expected = torch.full(left.shape, VALUE)
         torch.testing.assert_close(rollout.returns[row, : len(left)], expected)
 
 
@@ -271,25 +329,40 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
     for weight in run.actor_critic.critic_parameters().values():
         weight.data += 0.2 * torch.randn_like(weight)
     _, samples = first_rollout(run)
-    state, batch, whole = run.run_state, samples.batch, samples.sequences
+    state = run.run_state
+    batch = samples.batch
+    whole = samples.sequences
     if critic == "side":  # in today's units
-        whole = rollouts.with_rewards_so_far(whole, samples.scored.tokens, whole.completion_mask, state)
-    values, starts = rollouts.score_tokens(run.roles, whole).values, ppo_math.turn_starts(whole.completion_mask)[0]
+        whole = rollouts.with_rewards_so_far(
+            whole, samples.scored.tokens, whole.completion_mask, state
+        )
+    values = rollouts.score_tokens(run.roles, whole).values
+    starts = ppo_math.turn_starts(whole.completion_mask)[0]
 
     # cut each episode before its second turn
     seconds = [int(row.nonzero()[1]) for row in starts]
     ends = [batch.episodes[row].sampled.index(0) for row in range(len(batch))]
     cut = [ids[:end] for ids, end in zip(batch.completion_ids, ends)]
     after = [ids[end:second] for ids, end, second in zip(batch.completion_ids, ends, seconds)]
-    shown = {"critic": [x.other_prompts["critic"] for x in batch.episodes]} if critic == "adapter" else {}
+    if critic == "adapter":
+        shown = {"critic": [x.other_prompts["critic"] for x in batch.episodes]}
+    else:
+        shown = {}
     assert all(len({*map(len, x)}) > 1 and min(map(len, x)) > 2 for x in shown.values())
     sampled = [[1] * end for end in ends]
-    sequences = Sequences.from_token_ids([x.prompt_ids for x in batch.episodes], cut, 0, "cpu", shown, sampled)
+    sequences = Sequences.from_token_ids(
+        [x.prompt_ids for x in batch.episodes], cut, 0, "cpu", shown, sampled
+    )
     scored = samples.scored._replace(tokens=samples.scored.tokens[:, : max(ends)])
     parts = zip(batch.episodes, cut, after)
-    episodes = [replace(x, completion_ids=ids, following=next_ids, bootstraps=True) for x, ids, next_ids in parts]
+    episodes = [
+        replace(x, completion_ids=ids, following=next_ids, bootstraps=True)
+        for x, ids, next_ids in parts
+    ]
     episodes[3] = replace(episodes[3], bootstraps=False, following=[])
-    samples = samples._replace(sequences=sequences, batch=replace(batch, episodes=episodes), scored=scored)
+    samples = samples._replace(
+        sequences=sequences, batch=replace(batch, episodes=episodes), scored=scored
+    )
     expected = values[range(len(batch)), seconds].index_fill(0, torch.tensor(3), 0)
     assert expected.std() > 1e-3
     is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
@@ -304,7 +377,14 @@ def test_group_baselines_compare_whole_episodes(tmp_path, estimator):
             observation, _, *rest = super().step(text)
             return observation, float(len(text)), *rest
 
-    run = episodes_run(tmp_path, Lucky, critic="none", num_generations=4, advantage_estimator=estimator, kl_coef=0.0)
+    run = episodes_run(
+        tmp_path,
+        Lucky,
+        critic="none",
+        num_generations=4,
+        advantage_estimator=estimator,
+        kl_coef=0.0,
+    )
     rollout, samples = first_rollout(run)
     totals = torch.tensor([sum(reward for _, reward in x.rewards) for x in samples.batch.episodes])
     expected = OVER_GROUPS[estimator](totals, torch.ones(8), 4)
@@ -319,7 +399,11 @@ def test_rewards_of_a_run_are_normalized_apart(tmp_path):
     def last(completion_ids, **kwargs):
         return [float(ids[-1]) if ids[0] % 3 else None for ids in completion_ids]
 
-    settings = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.2], "kl_coef": 0.0}
+    settings = {
+        "multi_objective_aggregation": "normalize_then_sum",
+        "reward_weights": [1.0, 0.2],
+        "kl_coef": 0.0,
+    }
     run = trainer(tmp_path, None, [first, last], critic="none", num_generations=4, **settings)
     rollout, samples = first_rollout(run)
     each = [OVER_GROUPS["grpo"](x, ~x.isnan(), 4) for x in samples.scored.rewards.T]
@@ -332,31 +416,52 @@ def test_rewards_of_a_run_are_normalized_apart(tmp_path):
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_critic_is_pretrained_and_measured_on_episodes(tmp_path, monkeypatch, level):
     monkeypatch.setattr(recipe, "HELD_OUT", 64)
-    settings = {"critic": "side", "normalize_values": True, "lam_critic": 1.0, "max_steps": 40, "num_ppo_epochs": 4}
+    settings = {
+        "critic": "side",
+        "normalize_values": True,
+        "lam_critic": 1.0,
+        "max_steps": 40,
+        "num_ppo_epochs": 4,
+    }
     settings |= {"advantage_level": level, "critic_learning_rate": 2e-3, "kl_coef": 0.0}
     run = episodes_run(tmp_path, Ending, **settings)
     ((rollout, samples),) = held_out_rollouts(run, completions=8)
     starts, _ = ppo_math.turn_starts(rollout.sequences.turns)
-    left = (starts.flip(1).cumsum(1).flip(1) * starts)[rollout.response_mask & starts]  # turns, each of which pays 1
-    assert torch.equal(samples.returns[rollout.response_mask & starts], left.float()) and left.max() == 4
+    # turns, each of which pays 1
+    left = (starts.flip(1).cumsum(1).flip(1) * starts)[rollout.response_mask & starts]
+    assert (
+        torch.equal(samples.returns[rollout.response_mask & starts], left.float())
+        and left.max() == 4
+    )
     assert not (tmp_path / ANSWERS).exists()
     numbers = recipe.pretrain_critic(run)
     assert numbers["explained_variance_before"] < 0.1 and numbers["explained_variance_after"] > 0.2
 
 
 def test_explained_variance_of_turns_is_at_their_first_tokens(tmp_path):
-    settings = {"advantage_level": "turn", "lam_critic": 1.0, "kl_coef": 0.0, "stop_token_ids": [*range(16, 32)]}
-    settings |= {"critic": "head", "normalize_values": False}  # units move while rollouts are held out
+    settings = {
+        "advantage_level": "turn",
+        "lam_critic": 1.0,
+        "kl_coef": 0.0,
+        "stop_token_ids": [*range(16, 32)],
+    }
+    # units move while rollouts are held out
+    settings |= {"critic": "head", "normalize_values": False}
     run = episodes_run(tmp_path, Ending, **settings)
     torch.nn.init.normal_(run.actor_critic.value_head.weight, std=0.3)
     ((rollout, samples),) = held_out_rollouts(run, completions=8)
     first = ppo_math.turn_starts(rollout.sequences.turns)[0] & rollout.response_mask
     assert first.sum() < rollout.response_mask.sum()
-    errors, returns = (samples.returns - samples.values)[first], samples.returns[first]
+    errors = (samples.returns - samples.values)[first]
+    returns = samples.returns[first]
     expected = 1 - errors.var() / returns.var()
-    assert recipe.explained_variance(run, [(rollout, samples)]) == pytest.approx(expected.item(), abs=1e-4)
+    assert recipe.explained_variance(run, [(rollout, samples)]) == pytest.approx(
+        expected.item(), abs=1e-4
+    )
 
 
 def test_probe_measures_episodes(tmp_path):
-    run = episodes_run(tmp_path, Ending, critic="side", normalize_values=True, advantage_level="turn", kl_coef=0.0)
+    run = episodes_run(
+        tmp_path, Ending, critic="side", normalize_values=True, advantage_level="turn", kl_coef=0.0
+    )
     assert probe(run, 64)["completions"] == 64

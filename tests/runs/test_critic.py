@@ -1,4 +1,5 @@
-"""Critics of each kind: their inputs, gradients, checkpoints and starts; and training without one."""
+"""Critics of each kind: their inputs, gradients, checkpoints and starts; and training without
+one."""
 
 import itertools
 import json
@@ -8,7 +9,15 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, sequences, trainable, trainer, weights
+from runs_of_tiny import (
+    COMPLETIONS,
+    PROMPTS,
+    plain_logprobs,
+    sequences,
+    trainable,
+    trainer,
+    weights,
+)
 from safetensors.torch import load_file, save_file
 from tiny import config, llama, qwen2, tokenizer
 from transformers import (
@@ -19,13 +28,19 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from trl_ppo_ext.checkpoints.files import CheckpointError, load_actor_critic_weights, save_actor_critic
+from trl_ppo_ext.checkpoints.files import (
+    CheckpointError,
+    load_actor_critic_weights,
+    save_actor_critic,
+)
 from trl_ppo_ext.modeling.adapters import read_adapter
 from trl_ppo_ext.modeling.loading import load_actor_critic
 
 HEAD, SIDE, ADAPTER = ({"critic": kind} for kind in ("head", "side", "adapter"))
 NONE = {"critic": "none", "num_generations": 2}
-SAMPLING = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=3, eos_token_id=1, pad_token_id=0)
+SAMPLING = GenerationConfig(
+    do_sample=True, top_k=0, max_new_tokens=3, eos_token_id=1, pad_token_id=0
+)
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 
 
@@ -57,7 +72,9 @@ def save_reward_adapter(base, path, labels=1):
     """A reward adapter as people train them: PEFT on a sequence classifier of the same base."""
     torch.manual_seed(5)
     model = LlamaForSequenceClassification.from_pretrained(base, num_labels=labels)
-    model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", lora_dropout=0.1, lora_alpha=6, **LORA))
+    model = get_peft_model(
+        model, LoraConfig(task_type="SEQ_CLS", lora_dropout=0.1, lora_alpha=6, **LORA)
+    )
     move(model)
     model.save_pretrained(path)
     return str(path)
@@ -77,12 +94,16 @@ def starts(base, tmp_path_factory):
 def gradients(built, with_kl=False, of=("logprobs", "values", "entropies", "kls")):
     built.zero_grad()
     outputs = built(sequences(), with_entropy=True, with_kl=with_kl)
-    sum(x.square().sum() for name, x in outputs._asdict().items() if name in of and x is not None).backward()
+    sum(
+        x.square().sum() for name, x in outputs._asdict().items() if name in of and x is not None
+    ).backward()
     return {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
 
 
 def same(gradients, others):
-    return gradients.keys() == others.keys() and all(torch.equal(x, others[name]) for name, x in gradients.items())
+    return gradients.keys() == others.keys() and all(
+        torch.equal(x, others[name]) for name, x in gradients.items()
+    )
 
 
 # ---- what the critic sees, and what trains it
@@ -110,7 +131,8 @@ def test_gradients_do_not_depend_on_other_uses_of_the_base(base, starts, tmp_pat
     built = actor_critic(tmp_path, model=base)
     files = read_adapter(str(starts / "reward"))
     reward = built.add_frozen_adapter("polite", files.config, files.weights)
-    trained, expected = trainable(built), gradients(built)
+    trained = trainable(built)
+    expected = gradients(built)
     wanted = {id(p) for p in (built.policy_parameters() | built.critic_parameters()).values()}
     assert {id(p) for name, p in built.named_parameters() if name in expected} == wanted
     assert all(gradient.any() for gradient in expected.values())
@@ -124,16 +146,22 @@ def test_gradients_do_not_depend_on_other_uses_of_the_base(base, starts, tmp_pat
 def test_side_critic_reads_states_of_the_policy_and_trains_nothing_else(tmp_path):
     """Recomputed from a plain forward with every hidden state."""
     built = actor_critic(tmp_path, SIDE)
-    head, prompt, completion = built.value_head, PROMPTS[0], COMPLETIONS[0]
-    hidden = built.policy(input_ids=torch.tensor([prompt + completion]), output_hidden_states=True).hidden_states
+    head = built.value_head
+    prompt = PROMPTS[0]
+    completion = COMPLETIONS[0]
+    hidden = built.policy(
+        input_ids=torch.tensor([prompt + completion]), output_hidden_states=True
+    ).hidden_states
     states = [hidden[layer][0, len(prompt) - 1 : -1] for layer in (0, 1, 2)]
     normalized = [x / (x.square().mean(1, keepdim=True) + torch.finfo().eps).sqrt() for x in states]
-    size, length = states[0].shape[1], config(tmp_path).max_completion_length
+    size = states[0].shape[1]
+    length = config(tmp_path).max_completion_length
     position = torch.zeros(len(completion), size)
     for t in range(len(completion)):
         for k in range(16):
             position[t, k] = (size / 16) ** 0.5 * torch.cos(torch.tensor(torch.pi * k * t / length))
-    inputs = torch.cat([*normalized, position, torch.zeros(len(completion), 1)], 1)  # no rewards so far
+    # no rewards so far
+    inputs = torch.cat([*normalized, position, torch.zeros(len(completion), 1)], 1)
     inputs *= 256 / inputs.shape[1]
     gate, up = torch.nn.functional.linear(inputs, *head.first.parameters()).split(256, 1)
     expected = torch.nn.functional.linear(gate * gate.sigmoid() * up, head.weight, head.bias)[:, 0]
@@ -145,15 +173,20 @@ def test_side_critic_reads_states_of_the_policy_and_trains_nothing_else(tmp_path
 
 def test_error_in_the_critic_leaves_the_policy_active(tmp_path):
     built = actor_critic(tmp_path)
-    trained, expected = trainable(built), gradients(built)
+    trained = trainable(built)
+    expected = gradients(built)
     with pytest.raises(RuntimeError), built.adapter(built.critic_adapter):
         raise RuntimeError
     assert trainable(built) == trained and same(gradients(built), expected)
 
 
 def plain_values(model, head, prompt, completion):
-    hidden = model(input_ids=torch.tensor([prompt + completion]), output_hidden_states=True).hidden_states[-1]
-    return torch.nn.functional.linear(hidden[0, len(prompt) - 1 : -1], head["weight"], head["bias"])[:, 0]
+    hidden = model(
+        input_ids=torch.tensor([prompt + completion]), output_hidden_states=True
+    ).hidden_states[-1]
+    return torch.nn.functional.linear(
+        hidden[0, len(prompt) - 1 : -1], head["weight"], head["bias"]
+    )[:, 0]
 
 
 def test_saved_policy_and_critic_load_with_plain_peft(tmp_path):
@@ -166,8 +199,12 @@ def test_saved_policy_and_critic_load_with_plain_peft(tmp_path):
         head = load_file(tmp_path / "value_head.safetensors")
         for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
             of_row = (row, slice(len(completion)))
-            torch.testing.assert_close(outputs.logprobs[of_row], plain_logprobs(policy, prompt, completion))
-            torch.testing.assert_close(outputs.values[of_row], plain_values(critic, head, prompt, completion))
+            torch.testing.assert_close(
+                outputs.logprobs[of_row], plain_logprobs(policy, prompt, completion)
+            )
+            torch.testing.assert_close(
+                outputs.values[of_row], plain_values(critic, head, prompt, completion)
+            )
     assert outputs.values[outputs.logprobs != 0].unique().numel() > 6
 
 
@@ -182,12 +219,15 @@ def test_each_loss_reaches_its_own_parameters(tmp_path, settings, value_loss_tra
     critic = {names[id(parameter)] for parameter in built.critic_parameters().values()}
     assert policy and critic and not policy & critic and policy | critic == set(trainable(built))
     assert gradients(built, with_kl=True, of=("logprobs", "entropies", "kls")).keys() == policy
-    assert gradients(built, of=("values",)).keys() == (critic | policy if value_loss_trains_policy else critic)
+    assert gradients(built, of=("values",)).keys() == (
+        critic | policy if value_loss_trains_policy else critic
+    )
 
 
 def test_activation_checkpointing_recomputes_with_its_adapter(tmp_path):
     built = actor_critic(tmp_path).train()
-    expected, trained = gradients(built, with_kl=True), trainable(built)
+    expected = gradients(built, with_kl=True)
+    trained = trainable(built)
     built.activation_checkpointing_enable()
     assert built.policy.get_base_model().is_activation_checkpointing
     assert same(gradients(built, with_kl=True), expected)
@@ -199,11 +239,16 @@ def test_reentrant_checkpointing_with_a_critic_adapter_raises(tmp_path):
     built = actor_critic(tmp_path)
     for enable in (built.activation_checkpointing_enable, built.gradient_checkpointing_enable):
         with pytest.raises(
-            ValueError, match=r"must be False .*recompute the critic's layers under the policy's adapter"
+            ValueError,
+            match=r"must be False .*recompute the critic's layers under the policy's adapter",
         ):
             enable(kwargs)
-    built = trainer(tmp_path, **ADAPTER, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
-    with pytest.raises(ValueError, match="`use_reentrant` in `gradient_checkpointing_kwargs` must be False"):
+    built = trainer(
+        tmp_path, **ADAPTER, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs
+    )
+    with pytest.raises(
+        ValueError, match="`use_reentrant` in `gradient_checkpointing_kwargs` must be False"
+    ):
         built.train()
 
 
@@ -230,7 +275,8 @@ def test_given_adapter_has_its_own_reference_and_critic(tmp_path, name):
             parameter += 0.1 * torch.randn_like(parameter)
         assert not torch.allclose(built(sequences()).logprobs, reference, atol=1e-2)
         assert torch.equal(built.reference_logprobs(sequences()), reference)
-        assert torch.equal(built(sequences()).values, values)  # the critic reads the base's own embedding
+        # the critic reads the base's own embedding
+        assert torch.equal(built(sequences()).values, values)
     embeddings = [key for key in trainable(built) if "embed_tokens" in key]
     assert len(embeddings) == 1 and embeddings[0].endswith(f"{name}.weight")
     assert not any("embed" in key for key in built.critic_parameters())
@@ -238,7 +284,9 @@ def test_given_adapter_has_its_own_reference_and_critic(tmp_path, name):
     with torch.no_grad():
         alone = PeftModel.from_pretrained(llama(), tmp_path / "critic")
         head = built.value_head.state_dict()
-        torch.testing.assert_close(values[0, :3], plain_values(alone, head, PROMPTS[0], COMPLETIONS[0]))
+        torch.testing.assert_close(
+            values[0, :3], plain_values(alone, head, PROMPTS[0], COMPLETIONS[0])
+        )
         alone = PeftModel.from_pretrained(llama(), tmp_path)
         moved = plain_logprobs(alone, PROMPTS[0], COMPLETIONS[0])
         torch.testing.assert_close(built(sequences()).logprobs[0, :3], moved)
@@ -248,17 +296,24 @@ def test_adapter_that_trains_biases_of_the_base_raises(tmp_path):
     lora = LoraConfig(bias="lora_only", **LORA)
     for model, peft_config in ((qwen2(), lora), (get_peft_model(qwen2(), lora), None)):
         with pytest.raises(
-            ValueError, match="`bias` of the adapter must be 'none', got 'lora_only': biases of the base are shared"
+            ValueError,
+            match=(
+                "`bias` of the adapter must be 'none', got 'lora_only': biases of the base are "
+                "shared"
+            ),
         ):
             trainer(tmp_path, model, peft_config=peft_config)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_rollout_on_a_4bit_base_keeps_the_gradients(base, tmp_path, monkeypatch, bf16):
-    """Where the CPU has AVX512-BF16, bitsandbytes repacks a layer at a forward in eval mode, and loses gradients."""
+    """Where the CPU has AVX512-BF16, bitsandbytes repacks a layer at a forward in eval mode, and
+    loses gradients."""
 
     def build():
-        nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        nf4 = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        )
         return actor_critic(tmp_path, ADAPTER | {"bf16": bf16}, base, quantization_config=nf4)
 
     with monkeypatch.context() as never_repacked:
@@ -280,29 +335,43 @@ class Recorder(TrainerCallback):
     """Gradients, weights and learning rates of every optimizer step."""
 
     def __init__(self):
-        self.gradients, self.weights, self.rates = [], [], []
+        self.gradients = []
+        self.weights = []
+        self.rates = []
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-        self.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        self.gradients.append(
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
 
     def on_step_end(self, args, state, control, model, optimizer, **kwargs):
-        self.weights.append({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
+        self.weights.append(
+            {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.rates.append({names[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]})
+        self.rates.append(
+            {names[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        )
 
 
 def names_of(built):
     names = {id(parameter): name for name, parameter in built.actor_critic.named_parameters()}
-    policy, critic = built.actor_critic.policy_parameters(), built.actor_critic.critic_parameters()
+    policy = built.actor_critic.policy_parameters()
+    critic = built.actor_critic.critic_parameters()
     return [names[id(p)] for p in policy.values()], [names[id(p)] for p in critic.values()]
 
 
 @pytest.mark.parametrize("settings", [HEAD, HEAD | {"critic_backprop": False}, ADAPTER])
 def test_warm_up_trains_only_the_critic(tmp_path, settings):
-    recorder, decay, epsilon, rate = Recorder(), 0.1, 1e-5, 1e-3
+    recorder = Recorder()
+    decay = 0.1
+    epsilon = 1e-5
+    rate = 1e-3
     built = trainer(
         tmp_path,
-        reward_funcs=lambda completion_ids, **kwargs: [float(sum(ids) % 7) for ids in completion_ids],
+        reward_funcs=lambda completion_ids, **kwargs: [
+            float(sum(ids) % 7) for ids in completion_ids
+        ],
         callbacks=[recorder],
         value_warmup_steps=3,
         weight_decay=decay,
@@ -326,7 +395,9 @@ def test_warm_up_trains_only_the_critic(tmp_path, settings):
         if name in policy:
             gradient = recorder.gradients[3][name]
             step = rate * gradient / (gradient.abs() + epsilon)
-            torch.testing.assert_close(recorder.weights[3][name], (1 - rate * decay) * start[name] - step)
+            torch.testing.assert_close(
+                recorder.weights[3][name], (1 - rate * decay) * start[name] - step
+            )
             assert state[parameter]["step"] == 1
         elif name in critic:
             assert state[parameter]["step"] == 4
@@ -335,12 +406,18 @@ def test_warm_up_trains_only_the_critic(tmp_path, settings):
 
 def test_critic_learning_rate_applies_only_to_the_critic(tmp_path):
     for settings in (HEAD, ADAPTER):
-        built = trainer(tmp_path, critic_learning_rate=1e-2, learning_rate=1e-3, weight_decay=0.1, **settings)
+        built = trainer(
+            tmp_path, critic_learning_rate=1e-2, learning_rate=1e-3, weight_decay=0.1, **settings
+        )
         groups, (policy, critic) = built.create_optimizer().param_groups, names_of(built)
         names = {id(parameter): name for name, parameter in built.actor_critic.named_parameters()}
         rates = [(names[id(p)], group["lr"]) for group in groups for p in group["params"]]
-        assert sorted(rates) == sorted([(name, 1e-3) for name in policy] + [(name, 1e-2) for name in critic])
-        undecayed = [names[id(p)] for group in groups for p in group["params"] if not group["weight_decay"]]
+        assert sorted(rates) == sorted(
+            [(name, 1e-3) for name in policy] + [(name, 1e-2) for name in critic]
+        )
+        undecayed = [
+            names[id(p)] for group in groups for p in group["params"] if not group["weight_decay"]
+        ]
         assert undecayed == ["value_head.bias"]
     built = trainer(tmp_path, critic_learning_rate=1e-2, **ADAPTER)
     built.optimizer = made = torch.optim.SGD(built.actor_critic.parameters(), lr=0.5)
@@ -353,20 +430,34 @@ def test_critic_learning_rate_applies_only_to_the_critic(tmp_path):
 
 FILES = {
     "side": {"value_head.safetensors"},
-    "adapter": {"value_head.safetensors", "critic/adapter_model.safetensors", "critic/adapter_config.json"},
+    "adapter": {
+        "value_head.safetensors",
+        "critic/adapter_model.safetensors",
+        "critic/adapter_config.json",
+    },
     "none": set(),
 }
 
 
-@pytest.mark.parametrize("settings", [x | {"critic_learning_rate": 1e-2} for x in (ADAPTER, SIDE)] + [NONE])
+@pytest.mark.parametrize(
+    "settings", [x | {"critic_learning_rate": 1e-2} for x in (ADAPTER, SIDE)] + [NONE]
+)
 def test_run_with_a_critic_resumes_bit_for_bit(tmp_path, settings):
-    settings = settings | {"num_ppo_epochs": 1, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    whole, again = Recorder(), Recorder()
+    settings = settings | {
+        "num_ppo_epochs": 1,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 4,
+    }
+    whole = Recorder()
+    again = Recorder()
     first = trainer(tmp_path / "whole", callbacks=[whole], **settings)
     first.train()
     checkpoint = tmp_path / "whole" / "checkpoint-2"
     files = {str(file.relative_to(checkpoint)) for file in checkpoint.glob("**/*")}
-    assert {file for file in files if "critic/" in file or "value_head" in file} == FILES[settings["critic"]]
+    assert {file for file in files if "critic/" in file or "value_head" in file} == FILES[
+        settings["critic"]
+    ]
     assert {"adapter_model.safetensors", "adapter_config.json"} <= files
 
     second = trainer(tmp_path / "again", callbacks=[again], **settings)
@@ -406,8 +497,18 @@ def narrow_head(path):
 
 UNFIT = [
     ("adapter", ADAPTER, without_adapter, "critic/adapter_model"),
-    ("adapter", ADAPTER, lambda x: shrink(x / "critic/adapter_model.safetensors", "lora_A", 8), r"is \(16, 8\)"),
-    ("adapter", ADAPTER, lambda x: (x / "value_head.safetensors").unlink(), "'none' .*got 'adapter'"),
+    (
+        "adapter",
+        ADAPTER,
+        lambda x: shrink(x / "critic/adapter_model.safetensors", "lora_A", 8),
+        r"is \(16, 8\)",
+    ),
+    (
+        "adapter",
+        ADAPTER,
+        lambda x: (x / "value_head.safetensors").unlink(),
+        "'none' .*got 'adapter'",
+    ),
     ("adapter", ADAPTER, narrow_head, r"value_head.* is \(1, 8\)"),
     ("adapter", ADAPTER, lambda x: shutil.rmtree(x / "critic"), "'head' .*got 'adapter'; set"),
     ("adapter", HEAD, nothing, "'adapter' .*got 'head'; set `critic='adapter'`"),
@@ -419,7 +520,9 @@ UNFIT = [
 
 
 @pytest.mark.parametrize("kind, settings, damage, message", UNFIT)
-def test_checkpoint_with_another_critic_raises(base, starts, tmp_path, kind, settings, damage, message):
+def test_checkpoint_with_another_critic_raises(
+    base, starts, tmp_path, kind, settings, damage, message
+):
     shutil.copytree(starts / kind, tmp_path / "saved")
     damage(tmp_path / "saved")
     built = actor_critic(tmp_path, settings, base, moved=False)
@@ -430,7 +533,9 @@ def test_checkpoint_with_another_critic_raises(base, starts, tmp_path, kind, set
 def test_saved_critic_replaces_one_of_another_kind(base, starts, tmp_path):
     shutil.copytree(starts / "adapter", tmp_path / "saved")
     for settings in (HEAD, NONE, SIDE, ADAPTER, SIDE):
-        built, again = (actor_critic(tmp_path, settings, base, moved=moved) for moved in (True, False))
+        built, again = (
+            actor_critic(tmp_path, settings, base, moved=moved) for moved in (True, False)
+        )
         save_actor_critic(built, str(tmp_path / "saved"))
         load_actor_critic_weights(again, str(tmp_path / "saved"))
         assert same(dict(built.named_parameters()), dict(again.named_parameters()))
@@ -446,23 +551,37 @@ def test_critic_init_reads_rewards_so_far_in_the_units_of_the_saved_run(tmp_path
         return [[float(x) for x in ids] for ids in completion_ids]
 
     llama().save_pretrained(tmp_path / "base")
-    settings = {"model": str(tmp_path / "base"), "critic": "side", "normalize_values": False, "max_steps": 4}
+    settings = {
+        "model": str(tmp_path / "base"),
+        "critic": "side",
+        "normalize_values": False,
+        "max_steps": 4,
+    }
     first = trainer(tmp_path / "first", reward_funcs=per_token, **settings)
     first.train()
     first.save_model()
-    again = trainer(tmp_path / "second", reward_funcs=per_token, **settings, critic_init=str(tmp_path / "first"))
-    assert again.run_state.rewards == pytest.approx(first.run_state.rewards) and again.run_state.rewards.weight > 0
+    again = trainer(
+        tmp_path / "second", reward_funcs=per_token, **settings, critic_init=str(tmp_path / "first")
+    )
+    assert (
+        again.run_state.rewards == pytest.approx(first.run_state.rewards)
+        and again.run_state.rewards.weight > 0
+    )
     assert not again.actor_critic.value_head.is_normalized and again.run_state.returns.weight == 0
 
 
 def test_critic_init_restores_the_critic_of_a_checkpoint(base, starts, tmp_path):
     for settings in (HEAD, SIDE, ADAPTER):
-        source, kind = actor_critic(tmp_path, settings, base), settings["critic"]
-        built = actor_critic(tmp_path, settings | {"critic_init": str(starts / kind)}, base, moved=False)
+        source = actor_critic(tmp_path, settings, base)
+        kind = settings["critic"]
+        built = actor_critic(
+            tmp_path, settings | {"critic_init": str(starts / kind)}, base, moved=False
+        )
         expected = source.critic_parameters()
         assert same(built.critic_parameters(), expected)
         assert all(parameter.requires_grad for parameter in built.critic_parameters().values())
-        assert torch.equal(built(sequences()).logprobs, built.reference_logprobs(sequences()))  # the policy is new
+        # the policy is new
+        assert torch.equal(built(sequences()).logprobs, built.reference_logprobs(sequences()))
 
 
 @pytest.mark.parametrize("name, label", [("reward", 0), ("reward2", 1)])
@@ -476,7 +595,9 @@ def test_first_values_equal_the_reward_adapters_scores(base, starts, tmp_path, n
         for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
             for position in range(len(completion)):
                 prefix = torch.tensor([prompt + completion[:position]])
-                torch.testing.assert_close(values[row, position], classifier(input_ids=prefix).logits[0, label])
+                torch.testing.assert_close(
+                    values[row, position], classifier(input_ids=prefix).logits[0, label]
+                )
     assert values[values != 0].std() > 0.01
     ranks = {name: lora.r for name, lora in built.policy.peft_config.items()}
     assert ranks == {"default": 16, "critic": 4}
@@ -508,7 +629,12 @@ NO_START = [
     ("none", HEAD, shutil.rmtree, "saved` must be a directory"),
     ("adapter", ADAPTER, without_adapter, "has no adapter_model"),
     ("head", HEAD, narrow_head, r"does not fit.*\(1, 8\)"),
-    ("reward", ADAPTER, lambda x: shrink(x / "adapter_model.safetensors", "lora_A", 8), r"does not fit.*\(4, 8\)"),
+    (
+        "reward",
+        ADAPTER,
+        lambda x: shrink(x / "adapter_model.safetensors", "lora_A", 8),
+        r"does not fit.*\(4, 8\)",
+    ),
 ]
 
 
@@ -526,7 +652,9 @@ def test_unfit_critic_init_raises(base, starts, tmp_path, kind, settings, damage
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce", "rebn"])
 def test_run_without_a_critic_has_no_values(tmp_path, estimator):
     """`test_choices.py` compares its gradients."""
-    built = trainer(tmp_path, critic="none", advantage_estimator=estimator, num_generations=4, max_steps=2)
+    built = trainer(
+        tmp_path, critic="none", advantage_estimator=estimator, num_generations=4, max_steps=2
+    )
     start = weights(built)
     assert built.actor_critic.value_head is None and not built.actor_critic.critic_parameters()
     built.train()
@@ -542,9 +670,16 @@ NEED_A_CRITIC = {
     "critic_learning_rate": 1e-3,
     "critic_init": "somewhere",
 }
-GDPO = NONE | {"multi_objective_aggregation": "normalize_then_sum", "num_generations": 2, "kl_coef": 0.0}
+GDPO = NONE | {
+    "multi_objective_aggregation": "normalize_then_sum",
+    "num_generations": 2,
+    "kl_coef": 0.0,
+}
 REFUSED = [
-    (GDPO | {"advantage_estimator": "rloo"}, "_sum'` needs `advantage_estimator='grpo'`, got 'rloo'"),
+    (
+        GDPO | {"advantage_estimator": "rloo"},
+        "_sum'` needs `advantage_estimator='grpo'`, got 'rloo'",
+    ),
     *(
         (GDPO | shaping, "_sum'` needs .* rewards as they are: .*`kl_placement='loss'`")
         for shaping in ({"kl_coef": 0.1}, {"normalize_rewards": True}, {"missing_eos_penalty": 1.0})
@@ -569,7 +704,10 @@ REFUSED = [
         for level, x in (("turn", "reinforce"), ("both", "reinforce"), ("both", "rebn"))
     ),
     ({"advantage_level": "turns"}, "`advantage_level` must be one of .*'both'"),
-    (ADAPTER | {"critic_kwargs": {"backprop": False}}, r"`critic_kwargs\['backprop'\]` must be True"),
+    (
+        ADAPTER | {"critic_kwargs": {"backprop": False}},
+        r"`critic_kwargs\['backprop'\]` must be True",
+    ),
     ({"critic_learning_rate": 0.0}, "`critic_learning_rate` must be above 0"),
     ({"critic_kwargs": {"warmup_steps": -1}}, r"`critic_kwargs\['warmup_steps'\]`.*-1"),
     ({"critic_kwargs": {"warmup_steps": 1.5}}, r"`critic_kwargs\['warmup_steps'\]`.*1.5"),
@@ -577,7 +715,9 @@ REFUSED = [
 ]
 
 
-def test_critic_beside_rewards_normalized_apart_says_that_they_are_summed(tmp_path, caplog, monkeypatch):
+def test_critic_beside_rewards_normalized_apart_says_that_they_are_summed(
+    tmp_path, caplog, monkeypatch
+):
     """A script of `GRPOTrainer` runs with its settings."""
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     config(tmp_path, multi_objective_aggregation="normalize_then_sum", num_generations=2)
@@ -585,7 +725,9 @@ def test_critic_beside_rewards_normalized_apart_says_that_they_are_summed(tmp_pa
 
 
 def test_kl_in_the_loss_goes_with_rewards_normalized_apart(tmp_path):
-    assert config(tmp_path, **GDPO | {"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k3"}).uses_reference
+    assert config(
+        tmp_path, **GDPO | {"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k3"}
+    ).uses_reference
 
 
 @pytest.mark.parametrize("settings, message", REFUSED)
@@ -605,7 +747,10 @@ def test_critic_of_another_gamma_is_no_start(tmp_path, source, kind):
         (tmp_path / "saved" / "ppo_state.json").unlink()
         (tmp_path / "saved" / "critic.json").write_text('{"gamma": 0.9}')
     given = settings | {"critic_init": str(tmp_path / "saved")}
-    with pytest.raises(ValueError, match=r"`critic_init=.*` predicts returns of `gamma=0.9`, and .* 1.0; set `gamma"):
+    with pytest.raises(
+        ValueError,
+        match=r"`critic_init=.*` predicts returns of `gamma=0.9`, and .* 1.0; set `gamma",
+    ):
         trainer(tmp_path / "other", **given)
 
 

@@ -1,4 +1,5 @@
-"""The critic of the defaults: a side network in units of the returns, whose advantages are not whitened."""
+"""The critic of the defaults: a side network in units of the returns, whose advantages are not
+whitened."""
 
 import pytest
 import torch
@@ -11,7 +12,12 @@ from trl_ppo_ext.ppo import math as ppo_math
 
 def test_defaults_follow_from_the_critic(tmp_path):
     args = config(tmp_path)
-    assert (args.critic, args.normalize_values, args.whiten_advantages, args.vf_coef) == ("side", True, False, 0.5)
+    assert (args.critic, args.normalize_values, args.whiten_advantages, args.vf_coef) == (
+        "side",
+        True,
+        False,
+        0.5,
+    )
     plain = config(tmp_path, normalize_values=False)
     assert plain.whiten_advantages
     none = config(tmp_path, critic="none", advantage_estimator="reinforce")
@@ -20,7 +26,8 @@ def test_defaults_follow_from_the_critic(tmp_path):
 
 
 def test_default_clip_is_a_factor_of_two_either_way(tmp_path):
-    default, paper = config(tmp_path), config(tmp_path, cliprange=0.2)
+    default = config(tmp_path)
+    paper = config(tmp_path, cliprange=0.2)
     assert (default.cliprange, default.cliprange_high, default.dual_clip) == (0.5, 1.0, 2.0)
     assert (paper.cliprange_high, paper.dual_clip) == (None, None)
     own = config(tmp_path, cliprange_high=0.28, dual_clip=10.0)
@@ -33,7 +40,9 @@ def test_default_clip_has_no_gradient_beyond_its_region(tmp_path, advantage):
     ratios = torch.tensor([0.4, 0.6, 1.9, 2.1])
     logprobs = ratios.log().requires_grad_()
     clip = (args.cliprange, args.cliprange_high, args.dual_clip)
-    ppo_math.clipped_policy_loss(logprobs, torch.zeros(4), torch.full((4,), advantage), *clip).sum().backward()
+    ppo_math.clipped_policy_loss(
+        logprobs, torch.zeros(4), torch.full((4,), advantage), *clip
+    ).sum().backward()
     pulls_in = [advantage > 0, True, True, False]  # a token below the region may come back
     assert (logprobs.grad != 0).tolist() == pulls_in
 
@@ -47,5 +56,7 @@ def test_side_critic_has_a_learning_rate_of_its_own(tmp_path):
     run = trainer(tmp_path, learning_rate=1e-5)
     run.create_optimizer()
     rates = {id(x): group["lr"] for group in run.optimizer.param_groups for x in group["params"]}
-    assert {rates[id(x)] for x in run.actor_critic.critic_parameters().values()} == {SideCritic.learning_rate}
+    assert {rates[id(x)] for x in run.actor_critic.critic_parameters().values()} == {
+        SideCritic.learning_rate
+    }
     assert {rates[id(x)] for x in run.actor_critic.policy_parameters().values()} == {1e-5}

@@ -13,7 +13,9 @@ from trl_ppo_ext.ppo.updates import ppo_loss
 from trl_ppo_ext.ppo_math import Moments, root_mean_square, whiten
 from trl_ppo_ext.sequences import Sequences
 
-LENGTH, ROWS, COEFFICIENT = 1024, 8, 0.02
+LENGTH = 1024
+ROWS = 8
+COEFFICIENT = 0.02
 
 
 def gradients(advantages, unit):
@@ -36,10 +38,16 @@ def gradients(advantages, unit):
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 def test_bonus_weighs_as_beside_whitened_advantages_with_dense_rewards(scale):
-    """Returns to go are sums over the rest of a completion, in whose deviation advantages are small."""
-    rewards = scale * torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    mask, nothing = torch.ones_like(rewards).bool(), torch.zeros_like(rewards)
-    result, seen = of_critic(rewards, nothing, mask, Moments(), is_normalized=True, discounts=Discounts(1.0, 0.8))
+    """Returns to go are sums over the rest of a completion, in whose deviation advantages are
+    small."""
+    rewards = scale * torch.randn(
+        ROWS, LENGTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    mask = torch.ones_like(rewards).bool()
+    nothing = torch.zeros_like(rewards)
+    result, seen = of_critic(
+        rewards, nothing, mask, Moments(), is_normalized=True, discounts=Discounts(1.0, 0.8)
+    )
     scaled = in_units(result, seen).advantages
     whitened, _ = whiten(result.advantages, mask)
     bonus, policy = gradients(scaled, root_mean_square(scaled, mask))
@@ -52,7 +60,8 @@ def test_bonus_weighs_as_beside_whitened_advantages_with_dense_rewards(scale):
 
 
 def test_unit_is_the_root_mean_square_over_policy_tokens_of_all_ranks():
-    x, mask = torch.tensor([[3.0, math.nan, 1.0], [5.0, 7.0, 0.0]]), torch.tensor([[1, 0, 1], [1, 0, 0]]).bool()
+    x = torch.tensor([[3.0, math.nan, 1.0], [5.0, 7.0, 0.0]])
+    mask = torch.tensor([[1, 0, 1], [1, 0, 0]]).bool()
     assert root_mean_square(x, mask) == pytest.approx(math.sqrt(35 / 3))
     other = torch.tensor([4.0, 1.0])  # the sum of squares and the count of another rank
     assert root_mean_square(x, mask, lambda own: own + other) == pytest.approx(math.sqrt(39 / 4))
@@ -75,8 +84,13 @@ def of_run(tmp_path, scale=1.0, **settings):
 def test_rollout_carries_the_unit_of_its_advantages(tmp_path):
     for rollout in of_run(tmp_path, mask_truncated_completions=True)[0]:
         expected = rollout.advantages[rollout.policy_tokens].square().mean().sqrt().item()
-        assert rollout.entropy_unit == pytest.approx(expected, rel=1e-5) and expected != pytest.approx(1, abs=1e-3)
-        assert Rollout.from_state_dict(rollout.state_dict(), "cpu").entropy_unit == rollout.entropy_unit
+        assert rollout.entropy_unit == pytest.approx(
+            expected, rel=1e-5
+        ) and expected != pytest.approx(1, abs=1e-3)
+        assert (
+            Rollout.from_state_dict(rollout.state_dict(), "cpu").entropy_unit
+            == rollout.entropy_unit
+        )
     (whitened, *_), _ = of_run(tmp_path, whiten_advantages=True)
     assert whitened.entropy_unit == pytest.approx(1, abs=0.05)
 
@@ -91,7 +105,8 @@ def test_bonus_acts_when_no_score_differs(tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, {"critic": "none", "advantage_estimator": "reinforce"}])
 def test_scale_of_rewards_changes_nothing(tmp_path, settings):
-    """Also where advantages are in the unit of the rewards: Adam removes the scale of policy and bonus together."""
+    """Also where advantages are in the unit of the rewards: Adam removes the scale of policy and
+    bonus together."""
     settings = settings | {"max_grad_norm": 0.0, "adam_epsilon": 1e-20, "kl_coef": 0.0}
     (_, one), (_, scaled) = of_run(tmp_path, 1.0, **settings), of_run(tmp_path, 4.0, **settings)
     torch.testing.assert_close(one, scaled, rtol=1e-4, atol=1e-6)

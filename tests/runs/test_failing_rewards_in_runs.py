@@ -1,4 +1,5 @@
-"""Runs with a failing judge: they stop with the cause and a usable checkpoint, or skip with exact counts."""
+"""Runs with a failing judge: they stop with the cause and a usable checkpoint, or skip with
+exact counts."""
 
 import math
 import time
@@ -25,7 +26,9 @@ class BreaksAfter(TrainerCallback):
     """From some step on, the judge's address is that of a server that misbehaves."""
 
     def __init__(self, reward, port, mode, step):
-        self.reward, self.address, self.step = reward, f"http://127.0.0.1:{port}/{mode}/run", step
+        self.reward = reward
+        self.address = f"http://127.0.0.1:{port}/{mode}/run"
+        self.step = step
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
@@ -38,7 +41,9 @@ SAVING = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, port):
     """Weights of a run whose judge does not fail."""
-    built = trainer(tmp_path_factory.mktemp("whole"), reward_funcs=judge(port, "ok", timeout=10.0), **SAVING)
+    built = trainer(
+        tmp_path_factory.mktemp("whole"), reward_funcs=judge(port, "ok", timeout=10.0), **SAVING
+    )
     built.train()
     return weights(built)
 
@@ -46,7 +51,9 @@ def whole(tmp_path_factory, port):
 @pytest.mark.parametrize("mode, cause", [("silent", "timed out"), ("nan", "finite")])
 def test_raise_names_the_judge_and_keeps_a_usable_checkpoint(tmp_path, port, whole, mode, cause):
     reward = judge(port, "ok", timeout=1.0, max_retries=1)
-    broken = trainer(tmp_path, reward_funcs=reward, callbacks=[BreaksAfter(reward, port, mode, 4)], **SAVING)
+    broken = trainer(
+        tmp_path, reward_funcs=reward, callbacks=[BreaksAfter(reward, port, mode, 4)], **SAVING
+    )
     start = time.perf_counter()
     with pytest.raises(RewardError, match=f"`rubric`.*(?:{cause})"):
         broken.train()
@@ -72,8 +79,12 @@ def test_skip_continues_with_exact_counts(tmp_path, port, make):
     built.train()
     assert built.state.global_step == 8
     first_x = len(SPECIAL) + 20
-    failed = [sum(max(ids) >= first_x for ids in samples.batch.completion_ids) for _, samples in rollouts]
-    logged = [e[f"rewards/{reward.name}/failed"] for e in built.state.log_history if "reward_std" in e]
+    failed = [
+        sum(max(ids) >= first_x for ids in samples.batch.completion_ids) for _, samples in rollouts
+    ]
+    logged = [
+        e[f"rewards/{reward.name}/failed"] for e in built.state.log_history if "reward_std" in e
+    ]
     assert logged == failed and 0 < sum(failed) < 16
 
 
@@ -85,7 +96,12 @@ def test_evaluation_whose_scores_all_fail_is_never_the_best(tmp_path, metric):
         return [float(len(ids)) for ids in completion_ids]
 
     rows = prompts(4).add_column("split", ["eval"] * 4)
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": metric, "max_steps": 6}
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": metric,
+        "max_steps": 6,
+    }
     settings |= {"save_strategy": "best", "reward_on_error": "skip"}
     built = trainer(tmp_path, reward_funcs=reward, eval_dataset=rows, **settings)
     built.train()
@@ -97,6 +113,10 @@ def test_evaluation_whose_scores_all_fail_is_never_the_best(tmp_path, metric):
 
 def test_too_many_failures_end_the_run_with_the_first_cause(tmp_path, port):
     reward = judge(port, "broken", timeout=10.0, max_retries=0)
-    built = trainer(tmp_path, reward_funcs=[length_reward, reward], reward_on_error="skip", dataset=prompts(8))
-    with pytest.raises(RewardError, match=r"`rubric` failed for 8 of 8 completions, more than .*0.5.*CUDA"):
+    built = trainer(
+        tmp_path, reward_funcs=[length_reward, reward], reward_on_error="skip", dataset=prompts(8)
+    )
+    with pytest.raises(
+        RewardError, match=r"`rubric` failed for 8 of 8 completions, more than .*0.5.*CUDA"
+    ):
         built.train()

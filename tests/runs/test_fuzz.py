@@ -22,7 +22,9 @@ from trl_ppo_ext.checkpoints.files import run_settings
 from trl_ppo_ext.commands.launch import parse
 from trl_ppo_ext.data import PROMPT_IDS, PromptError, tokenize_prompts
 
-fuzz = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+fuzz = settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +42,45 @@ def _environment():
 
 # these start what belongs to the whole process: process groups, compilation, deterministic kernels
 OF_THE_PROCESS = set(
-    "fsdp fsdp_config deepspeed ddp_backend torch_compile torch_compile_backend torch_compile_mode full_determinism "
-    "tf32 use_cpu parallelism_config local_rank".split()
+    "fsdp fsdp_config deepspeed ddp_backend torch_compile torch_compile_backend "
+    "torch_compile_mode full_determinism tf32 use_cpu parallelism_config local_rank".split()
 )
 FIELDS = sorted(
-    field.name for field in dataclasses.fields(PPOConfig) if field.init and field.name not in OF_THE_PROCESS
+    field.name
+    for field in dataclasses.fields(PPOConfig)
+    if field.init and field.name not in OF_THE_PROCESS
 )
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": "none"}
 
 numbers = [10**12, -(10**12), 2**64, 10**30, math.nan, math.inf, -math.inf, 1e308, 5e-324]
-words = ["", " ", "none", "null", "nan", "1e-5", "0.5", "abc", "no", "steps", "{", "[", '{"a": 1}', "{'a': 1}"]
-odd_words = ["\x00", "é☃", "\u202egro", "\ud800", "../..", "/dev/null/x", "k1", "adapter", "raise", "x" * 5000]
+words = [
+    "",
+    " ",
+    "none",
+    "null",
+    "nan",
+    "1e-5",
+    "0.5",
+    "abc",
+    "no",
+    "steps",
+    "{",
+    "[",
+    '{"a": 1}',
+    "{'a': 1}",
+]
+odd_words = [
+    "\x00",
+    "é☃",
+    "\u202egro",
+    "\ud800",
+    "../..",
+    "/dev/null/x",
+    "k1",
+    "adapter",
+    "raise",
+    "x" * 5000,
+]
 scalars = st.one_of(
     st.sampled_from([None, True, False, *numbers]),
     st.integers(-3, 20),
@@ -61,7 +91,8 @@ scalars = st.one_of(
 anything = st.recursive(
     scalars,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.one_of(st.text(max_size=4), st.integers()), inner, max_size=3)
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(st.text(max_size=4), st.integers()), inner, max_size=3),
     ),
     max_leaves=6,
 )
@@ -69,7 +100,9 @@ anything = st.recursive(
 
 def read(text):
     """What `parse` makes of a config file: the config, or the error."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8", errors="surrogatepass") as file:
+    with tempfile.NamedTemporaryFile(
+        "w", suffix=".yaml", encoding="utf-8", errors="surrogatepass"
+    ) as file:
         file.write(text)
         file.flush()
         return parse("train", ["--config", file.name], "Train.")[1]
@@ -186,14 +219,35 @@ def test_errors_do_not_show_tokens(capsys, value):
 
 TEXT = tokenizer()
 CHAT = tokenizer(chat_template=CHAT_TEMPLATE)
-STRICT = tokenizer(chat_template="{{ raise_exception('roles must alternate') if messages|length > 1 else 'w1 w2' }}")
-odd = st.sampled_from(
-    ["", " ", "<eos>", "w1 <eos> w2 <pad>", "\x00", "\x1b[31mred", "\ud800", "a\ud83d", "\u202ew1", "{{ 7 * 7 }}"]
+STRICT = tokenizer(
+    chat_template=(
+        "{{ raise_exception('roles must alternate') if messages|length > 1 else 'w1 w2' }}"
+    )
 )
-odder = st.sampled_from(["{% raw %}", "\ufdfd", "\r\n\t", "w1\x85w2", "\U0001f469\u200d\U0001f467", "w1 " * 3000])
+odd = st.sampled_from(
+    [
+        "",
+        " ",
+        "<eos>",
+        "w1 <eos> w2 <pad>",
+        "\x00",
+        "\x1b[31mred",
+        "\ud800",
+        "a\ud83d",
+        "\u202ew1",
+        "{{ 7 * 7 }}",
+    ]
+)
+odder = st.sampled_from(
+    ["{% raw %}", "\ufdfd", "\r\n\t", "w1\x85w2", "\U0001f469\u200d\U0001f467", "w1 " * 3000]
+)
 texts = st.one_of(odd, odder, st.text(max_size=10), st.sampled_from(WORDS))
-roles = st.one_of(st.sampled_from(["user", "assistant", "system", "wizard", ""]), st.none(), st.integers(), texts)
-contents = st.one_of(texts, st.none(), st.integers(), st.lists(st.dictionaries(texts, texts, max_size=1), max_size=2))
+roles = st.one_of(
+    st.sampled_from(["user", "assistant", "system", "wizard", ""]), st.none(), st.integers(), texts
+)
+contents = st.one_of(
+    texts, st.none(), st.integers(), st.lists(st.dictionaries(texts, texts, max_size=1), max_size=2)
+)
 messages = st.one_of(
     st.fixed_dictionaries({"role": roles, "content": contents}),
     st.fixed_dictionaries({"role": st.just("user"), "content": texts}),
@@ -225,13 +279,21 @@ def check_rows(rows, of):
         for row in tokenize_prompts(stream, of, "train_dataset", ARGS, chat_template_kwargs={}):
             done.append(row)
     except PromptError as error:
-        bad = [index for index in range(len(rows)) if f"Row {index} of `train_dataset`" in str(error)]
+        bad = [
+            index for index in range(len(rows)) if f"Row {index} of `train_dataset`" in str(error)
+        ]
         assert len(str(error)) < 1500
-        assert len(bad) == 1 or 'needs a column "prompt"' in str(error) or "is empty" in str(error), str(error)
-        return bad[0] if bad else -1
+        assert (
+            len(bad) == 1 or 'needs a column "prompt"' in str(error) or "is empty" in str(error)
+        ), str(error)
+        if bad:
+            return bad[0]
+        return -1
     assert len(done) == len(rows)
     for row in done:
-        assert row[PROMPT_IDS] and all(type(token) is int and 0 <= token < len(of) for token in row[PROMPT_IDS])
+        assert row[PROMPT_IDS] and all(
+            type(token) is int and 0 <= token < len(of) for token in row[PROMPT_IDS]
+        )
     return None
 
 

@@ -22,15 +22,18 @@ from trl_ppo_ext.ppo.guards import NonFiniteError, count_skipped
 from trl_ppo_ext.rewards.scoring import fixed_seed
 
 BAD_TOKEN = 31  # no prompt has it
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 TIMED = ("time/", "step_time", "tokens_per_second", "train_", "epoch")
 
 
 def completions_of(prompts):
-    """Completions that depend on the prompt alone: of different lengths, those of two-word prompts with BAD_TOKEN."""
+    """Completions that depend on the prompt alone: of different lengths, those of two-word
+    prompts with BAD_TOKEN."""
     generators = [torch.Generator().manual_seed(sum(ids)) for ids in prompts]
     drawn = [
-        torch.randint(4, BAD_TOKEN, (2 + sum(ids) % 7,), generator=g).tolist() for ids, g in zip(prompts, generators)
+        torch.randint(4, BAD_TOKEN, (2 + sum(ids) % 7,), generator=g).tolist()
+        for ids, g in zip(prompts, generators)
     ]
     for prompt, ids in zip(prompts, drawn):
         if len(prompt) == 2:
@@ -65,14 +68,22 @@ def scripted(output_dir, reward_funcs=reward, **kwargs):
 
 
 def poisoned(built, quantity, value):
-    """The rollout's forward says `value` at one token of every bad completion; the trained forward is fine."""
-    name = "reference_logprobs" if quantity == "ref_logprobs" else "score_responses"
+    """The rollout's forward says `value` at one token of every bad completion; the trained
+    forward is fine."""
+    if quantity == "ref_logprobs":
+        name = "reference_logprobs"
+    else:
+        name = "score_responses"
     compute = getattr(built.actor_critic, name)
 
     def poisoning(sequences, *args, **kwargs):
         scores = compute(sequences, *args, **kwargs)
-        x = scores if name == "reference_logprobs" else getattr(scores, quantity)
-        if not torch.is_grad_enabled() and x is not None:  # what measures updates has log-probs only
+        if name == "reference_logprobs":
+            x = scores
+        else:
+            x = getattr(scores, quantity)
+        # what measures updates has log-probs only
+        if not torch.is_grad_enabled() and x is not None:
             bad = (sequences.completion_ids == BAD_TOKEN).any(1)
             x[bad, 1] = value
         return scores
@@ -88,7 +99,9 @@ def poison_embedding(built):
 
 
 def logs(built):
-    return [{k: v for k, v in log.items() if not k.startswith(TIMED)} for log in built.state.log_history]
+    return [
+        {k: v for k, v in log.items() if not k.startswith(TIMED)} for log in built.state.log_history
+    ]
 
 
 def assert_close(one, other):
@@ -104,7 +117,9 @@ def moments(built):
 
 
 def all_equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(x, other[name]) for name, x in one.items()
+    )
 
 
 # ---- the rollout's forwards
@@ -140,8 +155,12 @@ def test_nonfinite_completions_are_excluded_as_failed_ones(tmp_path, quantity, v
     assert_close(weights(built), weights(expected))
     counts = [is_bad(samples.batch.completion_ids).sum().item() for _, samples in rollouts]
     assert min(counts) > 0 and max(counts) < 8
-    assert [log["nonfinite_completions"] for log in built.state.log_history if "reward" in log] == counts
-    assert [log["nonfinite_completions"] for log in expected.state.log_history if "reward" in log] == [0] * len(counts)
+    assert [
+        log["nonfinite_completions"] for log in built.state.log_history if "reward" in log
+    ] == counts
+    assert [
+        log["nonfinite_completions"] for log in expected.state.log_history if "reward" in log
+    ] == [0] * len(counts)
     for log, other in zip(logs(built), logs(expected), strict=True):
         for name in other.keys() - {"num_tokens", "nonfinite_completions"}:
             if not name.startswith("rewards/"):  # the reward itself did not fail
@@ -150,7 +169,8 @@ def test_nonfinite_completions_are_excluded_as_failed_ones(tmp_path, quantity, v
 
 @pytest.mark.parametrize("settings", [{}, {"critic": "adapter"}, {"entropy_coef": 0.01} | EXACT])
 def test_nonfinite_forwards_taint_no_gradient(tmp_path, settings):
-    """The same completions are not finite in the trained forward, and a mask of 0 does not stop a NaN."""
+    """The same completions are not finite in the trained forward, and a mask of 0 does not stop
+    a NaN."""
     built = scripted(tmp_path / "a", **settings)
     poison_embedding(built)
     rollouts = rollouts_of(built)
@@ -162,9 +182,12 @@ def test_nonfinite_forwards_taint_no_gradient(tmp_path, settings):
     rollout, samples = rollouts[0]
     bad = is_bad(samples.batch.completion_ids)
     assert torch.equal(samples.excluded, bad) and torch.equal(~rollout.response_mask.any(1), bad)
-    assert (samples.sequences.completion_ids == BAD_TOKEN).any(1).equal(bad)  # samples are reported as they were
+    # samples are reported as they were
+    assert (samples.sequences.completion_ids == BAD_TOKEN).any(1).equal(bad)
     assert not (rollout.sequences.completion_ids == BAD_TOKEN).any()
-    assert all(x.isfinite().all() for x in (rollout.old_logprobs, rollout.advantages, rollout.returns))
+    assert all(
+        x.isfinite().all() for x in (rollout.old_logprobs, rollout.advantages, rollout.returns)
+    )
 
 
 def test_rollout_without_finite_completions_ends_the_run(tmp_path):
@@ -173,7 +196,8 @@ def test_rollout_without_finite_completions_ends_the_run(tmp_path):
     poison_embedding(built)
     before = weights(built)
     with pytest.raises(
-        NonFiniteError, match=r"the log-probs of 8, .*the values of 8, the reference log-probs of 8 of 8 completions"
+        NonFiniteError,
+        match=r"the log-probs of 8, .*the values of 8, the reference log-probs of 8 of 8 completions",
     ):
         built.train()
     assert all_equal(weights(built), before)
@@ -181,14 +205,22 @@ def test_rollout_without_finite_completions_ends_the_run(tmp_path):
 
 def test_evaluation_counts_nonfinite_completions_and_continues(tmp_path):
     two_words = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(5)]})
-    built = scripted(tmp_path, eval_dataset={"bad": two_words, "mixed": prompts(5)}, per_device_eval_batch_size=4)
+    built = scripted(
+        tmp_path, eval_dataset={"bad": two_words, "mixed": prompts(5)}, per_device_eval_batch_size=4
+    )
     poison_embedding(built)
     metrics = built.evaluate()
     assert metrics["eval_bad_nonfinite_completions"] == 5 and "eval_bad_reward" not in metrics
     assert metrics["eval_mixed_nonfinite_completions"] == 1
     assert all(math.isfinite(value) for value in metrics.values())
-    lengths = [len(c) for c in completions_of(built.eval_dataset["mixed"][PROMPT_IDS]) if BAD_TOKEN not in c]
-    assert metrics["eval_mixed_completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
+    lengths = [
+        len(c)
+        for c in completions_of(built.eval_dataset["mixed"][PROMPT_IDS])
+        if BAD_TOKEN not in c
+    ]
+    assert metrics["eval_mixed_completions/mean_length"] == pytest.approx(
+        sum(lengths) / len(lengths)
+    )
 
 
 # ---- optimizer steps without a token
@@ -200,7 +232,9 @@ def fails_from(call):
 
     def reward(completion_ids, **kwargs):
         calls.append(0)
-        return failing_always(completion_ids) if len(calls) >= call else length_reward(completion_ids)
+        if len(calls) >= call:
+            return failing_always(completion_ids)
+        return length_reward(completion_ids)
 
     return reward
 
@@ -208,7 +242,8 @@ def fails_from(call):
 @pytest.mark.parametrize("aggregation", ["token", "sequence_mean", "sequence_sum", "constant"])
 def test_steps_without_a_token_are_not_taken(tmp_path, aggregation):
     settings = {"weight_decay": 0.1, "loss_aggregation": aggregation, "entropy_coef": 0.01}
-    seen, fails = [], fails_from(2)
+    seen = []
+    fails = fails_from(2)
 
     def reward(**kwargs):
         seen.append((weights(built), moments(built)))
@@ -276,16 +311,28 @@ DEGENERATE = {
         "whiten_rewards": True,
         "target_kl": 1e-3,
     },
-    "one that is left": {"reward_funcs": only_first, "num_mini_batches": 1, "normalize_rewards": True} | SKIP,
-    "one that is left of a group": {"reward_funcs": only_first, "num_mini_batches": 1, **CRITIC_FREE} | SKIP,
+    "one that is left": {
+        "reward_funcs": only_first,
+        "num_mini_batches": 1,
+        "normalize_rewards": True,
+    }
+    | SKIP,
+    "one that is left of a group": {
+        "reward_funcs": only_first,
+        "num_mini_batches": 1,
+        **CRITIC_FREE,
+    }
+    | SKIP,
 }
 
 
+def always_one(completion_ids, **_):
+    return [1.0] * len(completion_ids)
+
+
 def run_degenerate(tmp_path, generate=None, **settings):
-    reward_funcs = (
-        only_first if "reward_funcs" in settings else (lambda completion_ids, **_: [1.0] * len(completion_ids))
-    )
-    settings = {"entropy_coef": 0.01, "max_steps": 6, **settings, "reward_funcs": reward_funcs}
+    reward = only_first if "reward_funcs" in settings else always_one
+    settings = {"entropy_coef": 0.01, "max_steps": 6, **settings, "reward_funcs": reward}
     built = trainer(tmp_path, **settings)
     if generate is not None:
         write_completions(built, generate)
@@ -309,7 +356,9 @@ def test_degenerate_rollouts_keep_everything_finite(tmp_path, case):
             assert samples.sequences.completion_ids.shape[1] == 1
 
 
-@pytest.mark.parametrize("settings", [{}, CRITIC_FREE, {"whiten_rewards": True, "loss_aggregation": "sequence_mean"}])
+@pytest.mark.parametrize(
+    "settings", [{}, CRITIC_FREE, {"whiten_rewards": True, "loss_aggregation": "sequence_mean"}]
+)
 def test_completions_that_end_at_once_keep_everything_finite(tmp_path, settings):
     rollouts = run_degenerate(tmp_path, generate=lambda prompts: [[1]] * len(prompts), **settings)
     assert all(rollout.response_mask.sum() == len(rollout) for rollout, _ in rollouts)
@@ -343,7 +392,8 @@ def test_policy_loss_of_huge_log_ratios_has_finite_gradients(dtype, dual_clip):
 
 
 def break_after_collecting(built):
-    """The rollout's forward is fine; those of the updates are NaN for completions with BAD_TOKEN."""
+    """The rollout's forward is fine; those of the updates are NaN for completions with
+    BAD_TOKEN."""
     compute_loss = built.compute_loss
 
     def breaking(*args, **kwargs):
@@ -377,7 +427,9 @@ def check_gradients(*finite):
 def test_only_skipped_steps_in_a_row_end_a_run(caplog, ends_after_two):
     check_gradients(False, True, False, True)
     assert "Optimizer step 7 is skipped: its gradient is not finite" in caplog.text
-    with pytest.raises(NonFiniteError, match=r"^2 optimizer steps in a row.*Lower the learning rate"):
+    with pytest.raises(
+        NonFiniteError, match=r"^2 optimizer steps in a row.*Lower the learning rate"
+    ):
         check_gradients(False, False)
 
 
@@ -392,7 +444,8 @@ def test_fixed_seed_leaves_other_random_numbers_alone():
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     expected = draws() + draws()
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
-    first, cpu = draws(), torch.device("cpu")
+    first = draws()
+    cpu = torch.device("cpu")
     with fixed_seed(5, cpu):
         apart = draws()
     with pytest.raises(ZeroDivisionError), fixed_seed(5, cpu):
@@ -407,19 +460,23 @@ def test_evaluations_change_no_run_and_sample_alike(tmp_path):
     often = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True}
     plain = trainer(tmp_path / "plain", max_steps=8)
     plain.train()
-    sampled, rows = [], prompts(6).map(lambda row: {"target": -1})
+    sampled = []
+    rows = prompts(6).map(lambda row: {"target": -1})
 
     def reward(completion_ids, target, **kwargs):
         if target[0] < 0:
             sampled.append(completion_ids)
         return length_reward(completion_ids)
 
-    evaluated = trainer(tmp_path / "evaluated", reward_funcs=reward, max_steps=8, eval_dataset=rows, **often)
+    evaluated = trainer(
+        tmp_path / "evaluated", reward_funcs=reward, max_steps=8, eval_dataset=rows, **often
+    )
     evaluated.train()
     assert len(sampled) >= 3 and all_equal(weights(plain), weights(evaluated))
     evaluated.evaluate()
     evaluated.evaluate()
-    assert sampled[-1] == sampled[-2]  # the same draws, and so the same completions of the same policy
+    # the same draws, and so the same completions of the same policy
+    assert sampled[-1] == sampled[-2]
     evaluated.args.seed += 1
     evaluated.evaluate()
     assert sampled[-1] != sampled[-2]
@@ -436,7 +493,8 @@ def saved(folder):
 
 
 def test_rank_without_usable_completions_takes_the_others_step(tmp_path):
-    """Its rewards failed, or its forwards were not finite: it learns from the completions of the other rank."""
+    """Its rewards failed, or its forwards were not finite: it learns from the completions of the
+    other rank."""
     train = runpy.run_path(str(DRIVER))["main"]
     (tmp_path / "two").mkdir()
     single = train(str(tmp_path / "one"), 8)

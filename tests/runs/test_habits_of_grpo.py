@@ -27,7 +27,12 @@ def trained(tmp_path_factory):
     built = PPOTrainer(
         llama(),
         [length_reward, classifier],
-        config(tmp_path_factory.mktemp("run"), critic="adapter", logging_steps=100, logging_first_step=False),
+        config(
+            tmp_path_factory.mktemp("run"),
+            critic="adapter",
+            logging_steps=100,
+            logging_first_step=False,
+        ),
         prompts(),
         processing_class=tokenizer(),
         reward_processing_classes=[None, tokenizer()],
@@ -38,7 +43,10 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def inputs():
-    return {"input_ids": torch.tensor([[4, 5, 6]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    return {
+        "input_ids": torch.tensor([[4, 5, 6]]),
+        "attention_mask": torch.ones(1, 3, dtype=torch.long),
+    }
 
 
 # ---- the model
@@ -55,7 +63,9 @@ def test_model_generates_as_the_trained_policy(trained, inputs):
 
 def test_model_generates_with_its_cache_in_training(trained, inputs):
     """Layers that are recomputed would drop it in silence, and read the last token alone."""
-    expected = trained.model.eval().generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=31)
+    expected = trained.model.eval().generate(
+        **inputs, max_new_tokens=4, do_sample=False, eos_token_id=31
+    )
     model = trained.model.train()
     model.gradient_checkpointing_enable()
     try:
@@ -67,13 +77,16 @@ def test_model_generates_with_its_cache_in_training(trained, inputs):
 
 def test_model_keeps_its_generation_config(trained):
     trained.evaluate(prompts(2))
-    assert trained.model.generation_config is trained.model.policy.get_base_model().generation_config
+    assert (
+        trained.model.generation_config is trained.model.policy.get_base_model().generation_config
+    )
     assert trained.model.generation_config.eos_token_id == 1
 
 
 def test_saved_pretrained_adapter_loads_with_peft(trained, inputs, tmp_path):
     trained.model.save_pretrained(tmp_path)
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]  # neither the critic's adapter nor a reference
+    # neither the critic's adapter nor a reference
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     loaded = PeftModel.from_pretrained(llama(), str(tmp_path))
     assert torch.equal(loaded(**inputs).logits, trained.model(**inputs).logits)
 
@@ -89,7 +102,14 @@ def test_merged_model_equals_the_policy(tmp_path, inputs):
 
 def test_trainer_finds_no_plain_model(trained):
     """Attributes that it acts on, such as `is_quantized`, are those of the base."""
-    for name in ("is_quantized", "hf_device_map", "main_input_name", "quantization_method", "tie_weights", "nothing"):
+    for name in (
+        "is_quantized",
+        "hf_device_map",
+        "main_input_name",
+        "quantization_method",
+        "tie_weights",
+        "nothing",
+    ):
         assert not hasattr(trained.model, name)
 
 
@@ -107,7 +127,10 @@ def test_callback_of_trl_logs_completions(tmp_path):
     callback = LogCompletionsCallback(built, freq=1)
     built.add_callback(callback)
     built.train()
-    assert [(int(row[0]), row[1]) for row in callback.table[::4]] == [(1, prompts(4)[0]["prompt"]), (2, "w0")]
+    assert [(int(row[0]), row[1]) for row in callback.table[::4]] == [
+        (1, prompts(4)[0]["prompt"]),
+        (2, "w0"),
+    ]
 
 
 @pytest.mark.parametrize("callback", [BEMACallback(), SyncRefModelCallback(None, None)])
@@ -129,7 +152,8 @@ def test_trainer_names_its_rewards(trained):
 
 
 def test_predict_returns_metrics(trained):
-    before, logged = weights(trained), len(trained.state.log_history)
+    before = weights(trained)
+    logged = len(trained.state.log_history)
     metrics = trained.predict(prompts(4)).metrics
     assert {"test_reward", "test_kl", "test_rewards/length_reward/mean"} <= metrics.keys()
     assert len(trained.state.log_history) == logged
@@ -162,7 +186,8 @@ def test_run_shorter_than_logging_steps_logs_its_reward(trained):
 
 
 def test_summary_holds_only_what_was_not_logged(tmp_path):
-    built = trainer(tmp_path, logging_steps=3, logging_first_step=False)  # of 4 steps, two per rollout
+    # of 4 steps, two per rollout
+    built = trainer(tmp_path, logging_steps=3, logging_first_step=False)
     built.train()
     first, summary = built.state.log_history
     assert first["step"] == 3 and summary["step"] == 4
@@ -185,7 +210,9 @@ def test_default_adapter_is_announced(tmp_path, peft_config, caplog, monkeypatch
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_images_are_refused_with_a_remedy(tmp_path, column):
     rows = prompts().add_column(column, ["cat.png"] * 16)
-    with pytest.raises(ValueError, match=rf"`train_dataset` has a column '{column}', but images .*remove_columns"):
+    with pytest.raises(
+        ValueError, match=rf"`train_dataset` has a column '{column}', but images .*remove_columns"
+    ):
         trainer(tmp_path, dataset=rows)
 
 
@@ -200,7 +227,9 @@ def equal_in_odd_groups(prompts, completion_ids, **kwargs):
 def test_groups_without_spread_are_counted(tmp_path):
     built = trainer(tmp_path, reward_funcs=equal_in_odd_groups, num_generations=4, num_ppo_epochs=1)
     built.train()
-    logged = [entry["frac_reward_zero_std"] for entry in built.state.log_history if "reward" in entry]
+    logged = [
+        entry["frac_reward_zero_std"] for entry in built.state.log_history if "reward" in entry
+    ]
     assert logged == [0.5, 0.5]
 
 
@@ -208,18 +237,28 @@ def test_terminated_lengths_are_logged(tmp_path):
     built = trainer(tmp_path, dataset=prompts(64), per_device_train_batch_size=32, max_steps=1)
     built.train()
     entry = built.state.log_history[0]
-    lowest, mean, highest = (entry[f"completions/{name}_terminated_length"] for name in ("min", "mean", "max"))
+    lowest, mean, highest = (
+        entry[f"completions/{name}_terminated_length"] for name in ("min", "mean", "max")
+    )
     assert 1 <= lowest < mean < highest <= 8
     write_completions(built, lambda prompts: [[4] * 8] * len(prompts))  # none ends
-    assert {built.evaluate(prompts(4))[f"eval_completions/{x}_terminated_length"] for x in ("min", "mean", "max")} == {
-        0
-    }
+    assert {
+        built.evaluate(prompts(4))[f"eval_completions/{x}_terminated_length"]
+        for x in ("min", "mean", "max")
+    } == {0}
 
 
 def test_clip_ratios_of_single_completions_and_times_of_steps_are_logged(tmp_path):
     """A large rate moves every token beyond the clip in the second epoch."""
-    settings = {"learning_rate": 1.0, "target_kl": None, "cliprange": 0.1, "whiten_advantages": True}
-    built = trainer(tmp_path, gradient_accumulation_steps=2, num_mini_batches=1, max_steps=2, **settings)
+    settings = {
+        "learning_rate": 1.0,
+        "target_kl": None,
+        "cliprange": 0.1,
+        "whiten_advantages": True,
+    }
+    built = trainer(
+        tmp_path, gradient_accumulation_steps=2, num_mini_batches=1, max_steps=2, **settings
+    )
     started = time.perf_counter()
     built.train()
     seconds = time.perf_counter() - started
@@ -227,14 +266,20 @@ def test_clip_ratios_of_single_completions_and_times_of_steps_are_logged(tmp_pat
     assert first["clip_ratio/low_min"] == first["clip_ratio/high_max"] == 0
     assert second["clip_ratio/low_min"] <= second["clip_ratio/low_mean"]
     assert second["clip_ratio/high_mean"] < second["clip_ratio/high_max"] <= 1
-    assert second["step_time"] < first["step_time"] < first["step_time"] + second["step_time"] < seconds
+    assert (
+        second["step_time"]
+        < first["step_time"]
+        < first["step_time"] + second["step_time"]
+        < seconds
+    )
 
 
 # ---- evaluation
 
 
 def recorded_temperatures(built):
-    seen, sample = [], built.actor_critic.sample
+    seen = []
+    sample = built.actor_critic.sample
 
     def recording(ids, mask, config, **kwargs):
         seen.append((len(ids), config.temperature, config.top_k))
@@ -246,9 +291,12 @@ def recorded_temperatures(built):
 
 @pytest.mark.parametrize("cooled, used", [(None, (0.7, 0)), (0.2, (0.2, 0)), (0.0, (1.0, 1))])
 def test_evaluation_samples_at_its_temperature(tmp_path, cooled, used):
-    built = trainer(tmp_path, temperature=0.7, eval_temperature=cooled, eval_dataset=prompts(4), max_steps=2)
+    built = trainer(
+        tmp_path, temperature=0.7, eval_temperature=cooled, eval_dataset=prompts(4), max_steps=2
+    )
     seen = recorded_temperatures(built)
-    one, two = built.evaluate(), built.evaluate()
+    one = built.evaluate()
+    two = built.evaluate()
     assert one["eval_completions/mean_length"] == two["eval_completions/mean_length"]
     built.train()
     assert seen == [(4, *used), (4, *used), (8, 0.7, 0)]
@@ -270,7 +318,9 @@ def test_rows_of_an_evaluation_are_sampled_several_times(tmp_path):
         prompts_seen.extend(prompts)
         return [0.0] * len(prompts)
 
-    built = trainer(tmp_path, reward_funcs=reward, num_generations_eval=3, per_device_eval_batch_size=4)
+    built = trainer(
+        tmp_path, reward_funcs=reward, num_generations_eval=3, per_device_eval_batch_size=4
+    )
     rows = prompts(3)
     for dataset in (rows, rows.to_iterable_dataset()):
         prompts_seen.clear()
@@ -299,7 +349,11 @@ def test_optimizer_of_the_adapter_gets_the_critic(tmp_path):
     before = weights(built)
     built.train()
     assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-2, 1e-3]
-    assert any(not torch.equal(x, before[name]) for name, x in weights(built).items() if name.startswith("value_head"))
+    assert any(
+        not torch.equal(x, before[name])
+        for name, x in weights(built).items()
+        if name.startswith("value_head")
+    )
     with pytest.raises(ValueError, match=r"`optimizers` lacks "):
         trainer(tmp_path, optimizers=(torch.optim.SGD(llama().parameters()), None))
 
@@ -312,7 +366,9 @@ def test_model_init_kwargs_beside_a_model_are_said_to_have_no_effect(tmp_path, c
 
 def test_torch_dtype_is_the_dtype_of_a_base(tmp_path):
     llama().save_pretrained(tmp_path / "base")
-    built = trainer(tmp_path, model=str(tmp_path / "base"), model_init_kwargs={"torch_dtype": torch.bfloat16})
+    built = trainer(
+        tmp_path, model=str(tmp_path / "base"), model_init_kwargs={"torch_dtype": torch.bfloat16}
+    )
     assert built.actor_critic.dtype == torch.bfloat16
 
 
@@ -322,7 +378,8 @@ def test_top_entropy_quantile_keeps_the_tokens_of_grpo(tmp_path, quantile):
     seen = rollouts_of(built)
     built.train()
     [(rollout, samples)] = seen
-    mask, entropies = rollout.response_mask, samples.tokens.entropies
+    mask = rollout.response_mask
+    entropies = samples.tokens.entropies
     grpo = GRPOTrainer.get_high_entropy_mask(built, entropies, mask, 1 - quantile)
     assert torch.equal((rollout.advantages != 0) & mask, grpo)
     assert rollout.value_weights is None and (rollout.returns[mask] != 0).any()
@@ -332,25 +389,39 @@ def test_two_ranks_mask_log_and_evaluate_as_one(tmp_path):
     """Completions of other lengths on each rank, and an evaluation whose last batch is not full."""
 
     def written(prompts):
-        return [[4 + (sum(ids) * k) % 28 for k in range(1, 2 + sum(ids) % 7)] + [1] for ids in prompts]
+        return [
+            [4 + (sum(ids) * k) % 28 for k in range(1, 2 + sum(ids) % 7)] + [1] for ids in prompts
+        ]
 
     def run(processes):
         AcceleratorState._reset_state(reset_partial_state=True)
-        sizes = {"per_device_train_batch_size": 8 // processes, "num_mini_batches": 1, "num_generations_eval": 3}
+        sizes = {
+            "per_device_train_batch_size": 8 // processes,
+            "num_mini_batches": 1,
+            "num_generations_eval": 3,
+        }
         built = trainer(tmp_path / str(processes), top_entropy_quantile=0.4, max_steps=2, **sizes)
         write_completions(built, written)
         built.train()
         metrics = built.evaluate(prompts(7))
         if built.is_world_process_zero():
-            torch.save((weights(built), built.state.log_history[1] | metrics), tmp_path / f"{processes}.pt")
+            torch.save(
+                (weights(built), built.state.log_history[1] | metrics), tmp_path / f"{processes}.pt"
+            )
         built.end()
 
     for processes in (1, 2):
         assert finished(start(partial(run, processes), processes), 60) == [0] * processes
-    (one, logs), (two, others) = (torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in (1, 2))
+    (one, logs), (two, others) = (
+        torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in (1, 2)
+    )
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
-    names = "clip_ratio/low_min clip_ratio/high_max eval_reward eval_completions/min_terminated_length".split()
-    assert {name: logs[name] for name in names} == pytest.approx({name: others[name] for name in names})
+    names = (
+        "clip_ratio/low_min clip_ratio/high_max eval_reward eval_completions/min_terminated_length"
+    ).split()
+    assert {name: logs[name] for name in names} == pytest.approx(
+        {name: others[name] for name in names}
+    )
 
 
 def test_value_after_a_completion_that_one_rank_cut_is_that_of_one_process(tmp_path):
@@ -359,7 +430,11 @@ def test_value_after_a_completion_that_one_rank_cut_is_that_of_one_process(tmp_p
 
     def run(processes):
         AcceleratorState._reset_state(reset_partial_state=True)
-        sizes = {"per_device_train_batch_size": 8 // processes, "num_mini_batches": 1, "max_steps": 2}
+        sizes = {
+            "per_device_train_batch_size": 8 // processes,
+            "num_mini_batches": 1,
+            "max_steps": 2,
+        }
         settings = {"gamma": 0.5, "bootstrap_truncated": True, "max_completion_length": 6}
         built = trainer(tmp_path / str(processes), dataset=rows, **sizes, **settings)
         write_completions(built, lambda batch: [[5] * 6 if ids == cut else [5, 1] for ids in batch])

@@ -1,4 +1,5 @@
-"""Environments and tools that fail in every way: each is counted and named, and none ends the run."""
+"""Environments and tools that fail in every way: each is counted and named, and none ends the
+run."""
 
 import asyncio
 import json
@@ -23,11 +24,18 @@ def raises(error):
 
 def failures_of(run, monkeypatch):
     """Errors of each batch that a run scores, by the row's column `how`."""
-    seen, collect = [], scoring.collect_scores
+    seen = []
+    collect = scoring.collect_scores
 
     def collected(rewards, batch):
         results = collect(rewards, batch)
-        seen.append({batch.columns["how"][row]: str(e) for scores in results for row, e in scores.failures.items()})
+        seen.append(
+            {
+                batch.columns["how"][row]: str(e)
+                for scores in results
+                for row, e in scores.failures.items()
+            }
+        )
         return results
 
     monkeypatch.setattr(scoring, "collect_scores", collected)
@@ -105,18 +113,36 @@ class Hostile:
             "interrupts": lambda: raises(KeyboardInterrupt),
             "stops an iteration": lambda: next(iter([])),
             "is cancelled": lambda: raises(asyncio.CancelledError),
-            "changes its answers": lambda: (f" w{random.randrange(9)}", random.random(), random.random() < 0.5),
+            "changes its answers": lambda: (
+                f" w{random.randrange(9)}",
+                random.random(),
+                random.random() < 0.5,
+            ),
         }
         return steps.get(self.how, lambda: ("w1", float(len(text)), True))()
 
 
 def test_hostile_plain_environments_are_counted_and_skipped(tmp_path, monkeypatch):
     rows = [row | {"how": how} for row, how in zip(prompts(len(PLAIN)).to_list(), PLAIN)]
-    settings = {"per_device_train_batch_size": len(PLAIN), "num_mini_batches": 1, "num_ppo_epochs": 1, "max_steps": 2}
-    failing = {"reward_on_error": "skip", "environment_timeout": TIMEOUT, "max_reward_failures": 1.0}
+    settings = {
+        "per_device_train_batch_size": len(PLAIN),
+        "num_mini_batches": 1,
+        "num_ppo_epochs": 1,
+        "max_steps": 2,
+    }
+    failing = {
+        "reward_on_error": "skip",
+        "environment_timeout": TIMEOUT,
+        "max_reward_failures": 1.0,
+    }
     run = PPOTrainer(
         llama(),
-        args=config(tmp_path, stop_token_ids=[*range(16, 32)], max_completion_length=16, **settings | failing),
+        args=config(
+            tmp_path,
+            stop_token_ids=[*range(16, 32)],
+            max_completion_length=16,
+            **settings | failing,
+        ),
         train_dataset=rows,
         processing_class=tokenizer(),
         environment_factory=Hostile,
@@ -126,7 +152,8 @@ def test_hostile_plain_environments_are_counted_and_skipped(tmp_path, monkeypatc
     check(second, PLAIN)
     logs = [entry for entry in run.state.log_history if "rewards/Hostile/failed" in entry]
     assert [entry["rewards/Hostile/failed"] for entry in logs] == [len(first), len(second)]
-    assert [entry["episodes/failed"] for entry in logs] == [len(first) - 2] * 2  # NaN and too much are scores
+    # NaN and too much are scores
+    assert [entry["episodes/failed"] for entry in logs] == [len(first) - 2] * 2
     assert all(row["prompt"] for row in run.train_dataset)
 
 
@@ -134,8 +161,16 @@ def test_hostile_plain_environments_are_counted_and_skipped(tmp_path, monkeypatc
 
 TOOLS = {
     "is unknown": (call("gone"), None, "Tool gone not found."),
-    "is called with a list": (call("act").replace("{}", "[1]"), None, "must be a mapping, not list"),
-    "is called without arguments": (call("act"), None, "missing 1 required positional argument: 'how'"),
+    "is called with a list": (
+        call("act").replace("{}", "[1]"),
+        None,
+        "must be a mapping, not list",
+    ),
+    "is called without arguments": (
+        call("act"),
+        None,
+        "missing 1 required positional argument: 'how'",
+    ),
     "is called with half an emoji": (call("act", how="\ud83d"), None, "'?'"),
     "raises": (call("act", how="raises"), None, "division by zero"),
     "exits": (call("act", how="exits"), None, "SystemExit"),
@@ -194,13 +229,29 @@ class HostileTools:
 
 
 def test_hostile_tools_are_read_by_the_policy_or_counted(tmp_path, monkeypatch):
-    rows = [{"prompt": [{"role": "user", "content": f"Q{n:02}"}], "how": how} for n, how in enumerate(TOOLS)]
-    settings = {"max_completion_length": 400, "per_device_train_batch_size": len(TOOLS), "num_mini_batches": 1}
-    failing = {"reward_on_error": "skip", "environment_timeout": TIMEOUT, "max_reward_failures": 1.0}
+    rows = [
+        {"prompt": [{"role": "user", "content": f"Q{n:02}"}], "how": how}
+        for n, how in enumerate(TOOLS)
+    ]
+    settings = {
+        "max_completion_length": 400,
+        "per_device_train_batch_size": len(TOOLS),
+        "num_mini_batches": 1,
+    }
+    failing = {
+        "reward_on_error": "skip",
+        "environment_timeout": TIMEOUT,
+        "max_reward_failures": 1.0,
+    }
     run = PPOTrainer(
         llama(vocab_size=259, max_position_embeddings=2048),
         args=config(
-            tmp_path, max_steps=1, num_ppo_epochs=1, log_completions=True, shuffle_dataset=False, **settings | failing
+            tmp_path,
+            max_steps=1,
+            num_ppo_epochs=1,
+            log_completions=True,
+            shuffle_dataset=False,
+            **settings | failing,
         ),
         train_dataset=rows,
         processing_class=byte_tokenizer(),
@@ -213,9 +264,13 @@ def test_hostile_tools_are_read_by_the_policy_or_counted(tmp_path, monkeypatch):
     check(failures, {how: failure for how, (_, failure, _) in TOOLS.items()})
     answers = {}
     for episode, how in zip(rollouts[0][1].batch.episodes, TOOLS):
-        answers[how] = [message["content"] for message in episode.messages if message["role"] == "tool"]
+        answers[how] = [
+            message["content"] for message in episode.messages if message["role"] == "tool"
+        ]
     for how, (_, _, part) in TOOLS.items():
-        assert [part in answer for answer in answers[how]] == ([True] if part is not None else []), how
+        assert [part in answer for answer in answers[how]] == (
+            [True] if part is not None else []
+        ), how
     logs = run.state.log_history[0]
     assert logs["rewards/HostileTools/failed"] == len(failures)
     assert logs["tools/failure_frequency"] == pytest.approx(6 / 11)

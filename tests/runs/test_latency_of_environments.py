@@ -1,4 +1,5 @@
-"""Episodes do not wait for each other: a rollout takes the model's work and the longest chain of answers."""
+"""Episodes do not wait for each other: a rollout takes the model's work and the longest chain of
+answers."""
 
 import asyncio
 import time
@@ -33,14 +34,18 @@ class Awaited(Slow):
 
 @pytest.mark.parametrize("factory", [Slow, Awaited])
 @pytest.mark.parametrize(
-    ("episodes", "turns", "seconds"), [(16, 4, 0.05), pytest.param(64, 16, 0.2, marks=pytest.mark.slow)]
+    ("episodes", "turns", "seconds"),
+    [(16, 4, 0.05), pytest.param(64, 16, 0.2, marks=pytest.mark.slow)],
 )
 def test_rollout_takes_the_longest_chain_of_answers(tmp_path, factory, episodes, turns, seconds):
     rows = [row | {"target": 1 + n % turns} for n, row in enumerate(prompts(episodes).to_list())]
     run = PPOTrainer(
         llama(max_position_embeddings=512),
         args=config(
-            tmp_path, max_completion_length=256, stop_token_ids=[*range(8, 32)], per_device_eval_batch_size=episodes
+            tmp_path,
+            max_completion_length=256,
+            stop_token_ids=[*range(8, 32)],
+            per_device_eval_batch_size=episodes,
         ),
         processing_class=tokenizer(),
         environment_factory=factory,
@@ -50,7 +55,9 @@ def test_rollout_takes_the_longest_chain_of_answers(tmp_path, factory, episodes,
         factory.seconds = seconds
         start = time.perf_counter()
         metrics = run.evaluate(rows)
-        assert metrics["eval_episodes/turns"] == pytest.approx(sum(row["target"] for row in rows) / episodes)
+        assert metrics["eval_episodes/turns"] == pytest.approx(
+            sum(row["target"] for row in rows) / episodes
+        )
         return time.perf_counter() - start
 
     own_work = min(sampling(0) for _ in range(3))

@@ -36,16 +36,35 @@ def recorded(scores):
 
 
 def test_loop_gets_the_rewards_of_the_trainer(tmp_path, capsys):
-    by_loop, by_trainer, settings = [], [], {"learning_rate": 1e-3, "kl_coef": 0.05, "lam": 0.95}
+    by_loop = []
+    by_trainer = []
+    settings = {"learning_rate": 1e-3, "kl_coef": 0.05, "lam": 0.95}
     model = llama()
     torch.manual_seed(0)  # the adapter is drawn
     loop.ppo(model, tokenizer(), PROMPTS, recorded(by_loop), length=8, **settings)
 
     reward = recorded(by_trainer)
-    sizes = {"per_device_train_batch_size": 8, "num_mini_batches": 2, "num_ppo_epochs": 4, "max_steps": 10 * STEPS}
-    default = {"critic": "side", "normalize_values": None, "cliprange": None, "vf_coef": 0.5, "target_kl": None}
+    sizes = {
+        "per_device_train_batch_size": 8,
+        "num_mini_batches": 2,
+        "num_ppo_epochs": 4,
+        "max_steps": 10 * STEPS,
+    }
+    default = {
+        "critic": "side",
+        "normalize_values": None,
+        "cliprange": None,
+        "vf_coef": 0.5,
+        "target_kl": None,
+    }
     args = config(
-        tmp_path, **settings, **sizes, **default, lr_scheduler_type="constant", shuffle_dataset=False, seed=0
+        tmp_path,
+        **settings,
+        **sizes,
+        **default,
+        lr_scheduler_type="constant",
+        shuffle_dataset=False,
+        seed=0,
     )
     PPOTrainer(
         llama(),
@@ -60,18 +79,24 @@ def test_loop_gets_the_rewards_of_the_trainer(tmp_path, capsys):
     assert last > 1.2 * first
 
 
-@pytest.mark.parametrize("kind", [int, bool, torch.tensor, lambda x: torch.tensor(x, dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "kind", [int, bool, torch.tensor, lambda x: torch.tensor(x, dtype=torch.float64)]
+)
 def test_rewards_of_any_type_count_as_their_floats(kind):
     """Two rollouts: a critic reads the rewards of the first one in the second."""
 
     def trained(change):
         model = llama()
         torch.manual_seed(0)
-        loop.ppo(model, tokenizer(), PROMPTS[:4], lambda texts: change([len(x) % 2 for x in texts]), 2, 4)
+        loop.ppo(
+            model, tokenizer(), PROMPTS[:4], lambda texts: change([len(x) % 2 for x in texts]), 2, 4
+        )
         return [x.clone() for x in model.parameters() if x.requires_grad]
 
     def change(scores):
-        return [kind(x) for x in scores] if isinstance(kind, type) else kind(scores)
+        if isinstance(kind, type):
+            return [kind(x) for x in scores]
+        return kind(scores)
 
     expected = trained(lambda scores: [float(x) for x in scores])
     assert expected and all(map(torch.equal, trained(change), expected))
@@ -90,7 +115,9 @@ def test_rewards_of_any_type_count_as_their_floats(kind):
     ],
 )
 def test_loop_trains_on_a_finite_reward_per_completion_only(scores, got):
-    with pytest.raises(ValueError, match=rf"`reward` must return a finite number for each of 2 completions, {got}"):
+    with pytest.raises(
+        ValueError, match=rf"`reward` must return a finite number for each of 2 completions, {got}"
+    ):
         loop.ppo(llama(), tokenizer(), PROMPTS[:2], lambda texts: scores, 2, 4)
 
 

@@ -12,12 +12,15 @@ ALL = {"per_device_train_batch_size": 8, "num_mini_batches": 1}  # a micro-batch
 
 
 def log_ratios(built, rollout):
-    """Log-ratios of a rollout's tokens under the trained policy, by a forward of transformers for each completion."""
+    """Log-ratios of a rollout's tokens under the trained policy, by a forward of transformers
+    for each completion."""
     ratios = []
-    prompts, completions = rollout.sequences.prompt_ids, rollout.sequences.completion_ids
+    prompts = rollout.sequences.prompt_ids
+    completions = rollout.sequences.completion_ids
     lengths = zip(rollout.sequences.prompt_lengths.tolist(), rollout.response_mask.sum(1).tolist())
     for row, (prompt_length, length) in enumerate(lengths):
-        prompt, completion = prompts[row, -prompt_length:].tolist(), completions[row, :length].tolist()
+        prompt = prompts[row, -prompt_length:].tolist()
+        completion = completions[row, :length].tolist()
         with torch.no_grad():
             logprobs = plain_logprobs(built.actor_critic.policy, prompt, completion)
         ratios += (logprobs - rollout.old_logprobs[row, :length]).tolist()
@@ -30,21 +33,30 @@ def mean_k3(ratios):
 
 @pytest.mark.parametrize("num_ppo_epochs", [1, 3])
 def test_kl_and_ratio_are_those_of_the_policy_after_the_last_step(tmp_path, num_ppo_epochs):
-    """A single step begins at the policy that sampled: before it, both would be those of no change."""
-    settings = ALL | {"num_ppo_epochs": num_ppo_epochs, "max_steps": num_ppo_epochs, "learning_rate": 2e-2}
+    """A single step begins at the policy that sampled: before it, both would be those of no
+    change."""
+    settings = ALL | {
+        "num_ppo_epochs": num_ppo_epochs,
+        "max_steps": num_ppo_epochs,
+        "learning_rate": 2e-2,
+    }
     built = trainer(tmp_path, target_kl=None, **settings)
     rollouts = rollouts_of(built)
     built.train()
-    logs, ratios = built.state.log_history[:-1], log_ratios(built, rollouts[0][0])
+    logs = built.state.log_history[:-1]
+    ratios = log_ratios(built, rollouts[0][0])
     assert ["approx_kl" in log for log in logs] == [False] * (num_ppo_epochs - 1) + [True]
     assert logs[-1]["approx_kl"] == pytest.approx(mean_k3(ratios), rel=1e-3)
     assert logs[-1]["ratio/max"] >= math.exp(max(ratios)) * (1 - 1e-4) > 1.01
     if num_ppo_epochs == 1:
-        assert logs[-1]["ratio/mean"] == 1 and logs[-1]["ratio/max"] == pytest.approx(math.exp(max(ratios)), rel=1e-4)
+        assert logs[-1]["ratio/mean"] == 1 and logs[-1]["ratio/max"] == pytest.approx(
+            math.exp(max(ratios)), rel=1e-4
+        )
 
 
 def test_kl_of_a_step_of_known_size_is_known(tmp_path):
-    """The step sets the adapter's weights; one twice as large moves the policy four times as far."""
+    """The step sets the adapter's weights; one twice as large moves the policy four times as
+    far."""
 
     def measured(scale):
         built = trainer(tmp_path, num_ppo_epochs=1, max_steps=1, **ALL)
@@ -73,7 +85,9 @@ def test_updates_that_stop_early_are_measured(tmp_path):
     built.train()
     logs = built.state.log_history[:-1]
     assert [log["stopped_early"] for log in logs] == [0, 1, 1, 1]
-    assert logs[-1]["approx_kl"] == pytest.approx(mean_k3(log_ratios(built, rollouts[0][0])), rel=1e-3)
+    assert logs[-1]["approx_kl"] == pytest.approx(
+        mean_k3(log_ratios(built, rollouts[0][0])), rel=1e-3
+    )
     assert logs[-1]["approx_kl"] > 1e-4
 
 
@@ -90,7 +104,9 @@ def test_measuring_changes_nothing(tmp_path):
         return modes, gradients, trained, built.actor_critic.active_adapter
 
     def checked():
-        before, random, held = state(), torch.get_rng_state(), weights(built)
+        before = state()
+        random = torch.get_rng_state()
+        held = weights(built)
         measure_updates()
         seen.append(state() == before and torch.equal(torch.get_rng_state(), random))
         seen.append(all(torch.equal(x, held[name]) for name, x in weights(built).items()))
@@ -106,17 +122,27 @@ def test_measuring_changes_nothing(tmp_path):
     assert all(torch.equal(x, weights(other)[name]) for name, x in weights(built).items())
     logs = [[log["loss"] for log in x.state.log_history if "loss" in log] for x in (built, other)]
     assert logs[0] == logs[1]
-    assert [step for step, log in enumerate(built.state.log_history, 1) if "approx_kl" in log] == [4, 8]
+    assert [step for step, log in enumerate(built.state.log_history, 1) if "approx_kl" in log] == [
+        4,
+        8,
+    ]
 
 
 def test_measured_kl_is_in_the_checkpoint_of_its_step(tmp_path):
     """It is logged later than it was measured, by a run that resumed in between."""
-    settings = {"max_steps": 8, "logging_steps": 6, "logging_first_step": False, "learning_rate": 1e-2}
+    settings = {
+        "max_steps": 8,
+        "logging_steps": 6,
+        "logging_first_step": False,
+        "learning_rate": 1e-2,
+    }
     whole = trainer(tmp_path / "whole", save_strategy="steps", save_steps=4, **settings)
     whole.train()
     again = trainer(tmp_path / "again", **settings)
     seen = micro_batches_of(again)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert len(seen) == 4
-    first, other = (next(x for x in built.state.log_history if x["step"] == 6) for built in (whole, again))
+    first, other = (
+        next(x for x in built.state.log_history if x["step"] == 6) for built in (whole, again)
+    )
     assert first["approx_kl"] == other["approx_kl"] > 0 and first["ratio/max"] == other["ratio/max"]

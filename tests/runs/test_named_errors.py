@@ -1,4 +1,5 @@
-"""What a library's own error would say without a name: the argument, what was given, and what to do."""
+"""What a library's own error would say without a name: the argument, what was given, and what to
+do."""
 
 import pickle
 
@@ -15,10 +16,14 @@ from trl_ppo_ext.modeling import loading
 CHATS = Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]] * 4})
 
 
-def trainer(folder, model=None, reward=length_reward, data=None, built=None, settings=None, **given):
+def trainer(
+    folder, model=None, reward=length_reward, data=None, built=None, settings=None, **given
+):
     args = config(folder, **settings or {})
     data = prompts() if data is None else data
-    return PPOTrainer(model or llama(), reward, args, data, processing_class=built or tokenizer(), **given)
+    return PPOTrainer(
+        model or llama(), reward, args, data, processing_class=built or tokenizer(), **given
+    )
 
 
 def kind(x):
@@ -44,34 +49,52 @@ class OnlyLength:
         return 3
 
 
-@pytest.mark.parametrize("data", [pandas.DataFrame({"prompt": ["w1", "w2"]}), OnlyLength(), "w1"], ids=kind)
+@pytest.mark.parametrize(
+    "data", [pandas.DataFrame({"prompt": ["w1", "w2"]}), OnlyLength(), "w1"], ids=kind
+)
 def test_dataset_without_rows_by_number_is_named(tmp_path, data):
-    with pytest.raises(TypeError, match=r"`train_dataset` must be a `datasets.Dataset`.*got \w+; .*from_pandas"):
+    with pytest.raises(
+        TypeError, match=r"`train_dataset` must be a `datasets.Dataset`.*got \w+; .*from_pandas"
+    ):
         trainer(tmp_path, data=data)
 
 
 def test_encoder_decoder_is_refused(tmp_path):
     sizes = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
     model = T5ForConditionalGeneration(T5Config(vocab_size=32, **sizes))
-    with pytest.raises(ValueError, match=r"`model` must be a causal .* no encoder, got T5ForConditionalGeneration"):
+    with pytest.raises(
+        ValueError, match=r"`model` must be a causal .* no encoder, got T5ForConditionalGeneration"
+    ):
         trainer(tmp_path, model=model)
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"tokenize": False}, {"return_dict": True}, {"return_tensors": "pt"}, {"max_length": 9}], ids=str
+    "kwargs",
+    [{"tokenize": False}, {"return_dict": True}, {"return_tensors": "pt"}, {"max_length": 9}],
+    ids=str,
 )
 @pytest.mark.parametrize("place", ["config", "row"])
 def test_arguments_of_tokenizing_are_no_arguments_of_a_template(tmp_path, kwargs, place):
-    data = CHATS.map(lambda _: {"chat_template_kwargs": kwargs}) if place == "row" else CHATS
-    settings = {"chat_template_kwargs": kwargs} if place == "config" else {}
-    with pytest.raises(ValueError, match=rf"`chat_template_kwargs` must be .*got \['{next(iter(kwargs))}'\]"):
+    if place == "row":
+        data = CHATS.map(lambda _: {"chat_template_kwargs": kwargs})
+    else:
+        data = CHATS
+    if place == "config":
+        settings = {"chat_template_kwargs": kwargs}
+    else:
+        settings = {}
+    with pytest.raises(
+        ValueError, match=rf"`chat_template_kwargs` must be .*got \['{next(iter(kwargs))}'\]"
+    ):
         chat_trainer(tmp_path, data=data, settings=settings)
 
 
 def test_response_template_that_is_no_mapping_is_named(tmp_path):
     built = byte_tokenizer()
     built.response_template = "<|im_start|>"
-    with pytest.raises(TypeError, match=r"`tokenizer.response_template` must be a mapping, .*got str"):
+    with pytest.raises(
+        TypeError, match=r"`tokenizer.response_template` must be a mapping, .*got str"
+    ):
         chat_trainer(tmp_path, built=built, tools=[add])
 
 
@@ -88,7 +111,9 @@ def test_evaluation_within_a_reward_is_refused(tmp_path, method, rollout):
         return [float(len(x)) for x in completions]
 
     built = trainer(tmp_path, reward=reward, settings={"max_steps": 8}, eval_dataset=prompts())
-    with pytest.raises(ValueError, match=r"must not be called while a rollout is collected.* `TrainerCallback`"):
+    with pytest.raises(
+        ValueError, match=r"must not be called while a rollout is collected.* `TrainerCallback`"
+    ):
         built.train()
     assert built.evaluate()["eval_reward"] > 0  # afterwards it runs
 
@@ -118,7 +143,11 @@ def test_curriculum_without_weights_is_named(tmp_path, curriculum, got):
         trainer(tmp_path, curriculum=curriculum).train()
 
 
-NO_FACTORY = [({"easy": 3}, r"\['easy'\]` .*got int"), ({"a": None}, r"\['a'\]` .*got NoneType"), (7, "` .*got int")]
+NO_FACTORY = [
+    ({"easy": 3}, r"\['easy'\]` .*got int"),
+    ({"a": None}, r"\['a'\]` .*got NoneType"),
+    (7, "` .*got int"),
+]
 
 
 @pytest.mark.parametrize("factory, got", NO_FACTORY)
@@ -135,7 +164,8 @@ def test_missing_prompt_of_another_role_is_named_with_its_column(tmp_path, shown
         trainer(tmp_path, data=data, settings=settings)
         return
     with pytest.raises(
-        ValueError, match=r"Row 1 of `train_dataset`: The reference's prompt, in the column 'shown': .*got None"
+        ValueError,
+        match=r"Row 1 of `train_dataset`: The reference's prompt, in the column 'shown': .*got None",
     ):
         trainer(tmp_path, data=data, settings=settings)
 

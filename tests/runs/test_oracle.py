@@ -1,7 +1,9 @@
-"""Whole runs of the default algorithm against [`plain_ppo`], and of its reductions to other critics and to none.
+"""Whole runs of the default algorithm against [`plain_ppo`], and of its reductions to other critics
+and to none.
 
-The oracle begins at the same weights, and gets what reward functions get: token IDs, and their rewards. A hook on the
-base shows which completions an optimizer step learns from, since minibatches are drawn at random.
+The oracle begins at the same weights, and gets what reward functions get: token IDs, and their
+rewards. A hook on the base shows which completions an optimizer step learns from, since minibatches
+are drawn at random.
 """
 
 import copy
@@ -18,7 +20,8 @@ from transformers import TrainerCallback
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 
-EOS, LONGEST = 1, 10
+EOS = 1
+LONGEST = 10
 FEW_WORDS = WORDS[:8]  # so that completions end
 # three rollouts of two minibatches of two micro-batches, for four epochs
 STEPS_PER_ROLLOUT = 8
@@ -39,7 +42,12 @@ RUNS = {
     "default, seed 2": {"seed": 2},
     "default, seed 4": {"seed": 4},
     "decoupled lambdas": {"lam": 0.7, "lam_critic": 0.98, "gamma": 0.97, "dual_clip": 1.2},
-    "plain values": {"normalize_values": False, "max_grad_norm": 0.3, "weight_decay": 0.1, "kl_coef": 0.3},
+    "plain values": {
+        "normalize_values": False,
+        "max_grad_norm": 0.3,
+        "weight_decay": 0.1,
+        "kl_coef": 0.3,
+    },
     "head": {"critic": "head", "lam_critic": 1.0, "max_grad_norm": 0.3},
     "entropy bonus": {"entropy_coef": 0.1},
     "adapter": {"critic": "adapter", "critic_learning_rate": 2e-3},
@@ -59,7 +67,8 @@ OF_STEPS = {
 
 
 def questions(rows=24):
-    """Six prompts of different lengths; no prompt with a completion is another prompt with another completion."""
+    """Six prompts of different lengths; no prompt with a completion is another prompt with
+    another completion."""
     prompts = [" ".join([FEW_WORDS[row], *FEW_WORDS[: row % 4]]) for row in range(6)]
     return Dataset.from_dict({"prompt": [prompts[row % 6] for row in range(rows)]})
 
@@ -76,7 +85,9 @@ class Watch(TrainerCallback):
     """Prompts and completions of each rollout, and their concatenations in each optimizer step."""
 
     def __init__(self):
-        self.rollouts, self.steps, self.forwards = [], [], []
+        self.rollouts = []
+        self.steps = []
+        self.forwards = []
 
     def per_token(self, prompts, completion_ids, **kwargs):
         self.rollouts.append([*zip(tokenizer(FEW_WORDS)(prompts)["input_ids"], completion_ids)])
@@ -92,7 +103,9 @@ class Watch(TrainerCallback):
 
     def on_pre_optimizer_step(self, *args, **kwargs):
         # a critic with an adapter has a second forward of the same rows
-        self.steps.append([row for micro_batch in dict.fromkeys(self.forwards) for row in micro_batch])
+        self.steps.append(
+            [row for micro_batch in dict.fromkeys(self.forwards) for row in micro_batch]
+        )
         self.forwards = []
 
 
@@ -103,8 +116,11 @@ def linear(layer):
 
 
 def plain_models(model, critic):
-    """Policy, reference and critic of a trainer in float64, made of layers of torch, transformers and PEFT."""
-    policy, body, head = copy.deepcopy(model.policy).double(), None, None
+    """Policy, reference and critic of a trainer in float64, made of layers of torch,
+    transformers and PEFT."""
+    policy = copy.deepcopy(model.policy).double()
+    body = None
+    head = None
     reference = copy.deepcopy(policy)
     reference.base_model.disable_adapter_layers()
     if critic != "none":
@@ -120,7 +136,8 @@ def plain_models(model, critic):
 
 def run(output_dir, settings):
     """Train; return the trainer, what was watched, and the oracle's models before training."""
-    watch, plain = Watch(), {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    watch = Watch()
+    plain = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
     built = PPOTrainer(
         llama(vocab_size=len(SPECIAL + FEW_WORDS)),
         [watch.per_token, watch.at_the_end],
@@ -130,7 +147,9 @@ def run(output_dir, settings):
         callbacks=[watch],
     )
     models = plain_models(built.model, built.args.critic)
-    built.model.policy.get_base_model().model.register_forward_pre_hook(watch.forward, with_kwargs=True)
+    built.model.policy.get_base_model().model.register_forward_pre_hook(
+        watch.forward, with_kwargs=True
+    )
     built.train()
     return built, watch, models
 
@@ -162,11 +181,15 @@ def metrics_of_rollout(samples, is_fitted):
     }
     if samples[0].values:
         pairs = [[*zip(sample.outcomes, sample.explains)] for sample in samples]
-        metrics["value/explained_variance"] = 0.0 if is_fitted else explained([x for row in pairs for x in row])
+        metrics["value/explained_variance"] = (
+            0.0 if is_fitted else explained([x for row in pairs for x in row])
+        )
         # each token is a place: without what the position alone explains
         at = [[row[t] for row in pairs if len(row) > t] for t in range(LONGEST)]
         centered = [deviation for column in at for deviation in deviations(column)]
-        metrics["value/explained_variance_without_clock"] = 0.0 if is_fitted else explained(centered)
+        metrics["value/explained_variance_without_clock"] = (
+            0.0 if is_fitted else explained(centered)
+        )
     return metrics
 
 
@@ -174,14 +197,20 @@ def train_plainly(models, watch, s):
     """Train as the trainer did; return what it should have logged at each step."""
     logs = []
     for number, rows in enumerate(watch.rollouts):
-        samples = [plain_ppo.Sample(*row, score(row[1]), row[1][-1] != EOS, token_scores(row[1])) for row in rows]
+        samples = [
+            plain_ppo.Sample(*row, score(row[1]), row[1][-1] != EOS, token_scores(row[1]))
+            for row in rows
+        ]
         by_ids = {(*sample.prompt, *sample.ids): sample for sample in samples}
         steps = watch.steps[STEPS_PER_ROLLOUT * number :][:STEPS_PER_ROLLOUT]
         minibatches = [[by_ids[row] for row in step] for step in steps]
         # eight completions at equal distances
         measured = [samples[(2 * i + 1) * len(samples) // 16] for i in range(8)]
         s, metrics = plain_ppo.iterate(models, samples, s, minibatches, measured)
-        named = [{OF_STEPS[name]: x for name, x in of_step.items() if name in OF_STEPS} for of_step in metrics]
+        named = [
+            {OF_STEPS[name]: x for name, x in of_step.items() if name in OF_STEPS}
+            for of_step in metrics
+        ]
         is_fitted = number == 0 and models.first_fit is not None
         logs += [named[0] | metrics_of_rollout(samples, is_fitted), *named[1:]]
     return logs
@@ -190,12 +219,23 @@ def train_plainly(models, watch, s):
 def trained_weights(built, models):
     """Weights of the trainer beside those of the oracle."""
     trained = dict(built.model.policy.named_parameters())
-    pairs = {name: (trained[name], x) for name, x in models.policy.named_parameters() if x.requires_grad}
+    pairs = {
+        name: (trained[name], x) for name, x in models.policy.named_parameters() if x.requires_grad
+    }
     if models.critic_body is not None:
-        pairs |= {name: (trained[name], x) for name, x in models.critic_body.named_parameters() if x.requires_grad}
+        pairs |= {
+            name: (trained[name], x)
+            for name, x in models.critic_body.named_parameters()
+            if x.requires_grad
+        }
     if models.value_head is not None:
-        plain = {name.removeprefix("output."): x for name, x in models.value_head.named_parameters()}
-        pairs |= {f"value_head.{name}": (built.model.value_head.get_parameter(name), x) for name, x in plain.items()}
+        plain = {
+            name.removeprefix("output."): x for name, x in models.value_head.named_parameters()
+        }
+        pairs |= {
+            f"value_head.{name}": (built.model.value_head.get_parameter(name), x)
+            for name, x in plain.items()
+        }
     return {name: tuple(x.detach().double() for x in pair) for name, pair in pairs.items()}
 
 
@@ -219,13 +259,27 @@ def test_run_is_that_of_plain_ppo(tmp_path, name):
     moved = {name: float((x - start[name]).abs().max()) for name, (x, _) in weights.items()}
     assert min(moved.values()) > 1e-5, moved
     shares = [max(log[f"clip_ratio/{name}_mean"] for log in logs) for name in ("low", "high")]
-    assert min(shares) > 0 and (s.dual_clip == 2 or max(log["clip_ratio/dual_mean"] for log in logs) > 0)
-    assert 0 < statistics.mean(logs[step]["completions/clipped_ratio"] for step in range(0, 24, STEPS_PER_ROLLOUT)) < 1
+    assert min(shares) > 0 and (
+        s.dual_clip == 2 or max(log["clip_ratio/dual_mean"] for log in logs) > 0
+    )
+    assert (
+        0
+        < statistics.mean(
+            logs[step]["completions/clipped_ratio"] for step in range(0, 24, STEPS_PER_ROLLOUT)
+        )
+        < 1
+    )
     assert any(log["grad_norm"] > s.max_grad_norm for log in logs)
 
 
 def test_settings_of_plain_ppo_have_the_defaults_of_the_config(tmp_path):
-    s, args = plain_ppo.Settings(), PPOConfig(str(tmp_path), use_cpu=True)
-    own = {"lam_critic": args.critic_options.lam, "lam_length_alpha": args.critic_options.lam_length_alpha}
-    values = {field.name: own.get(field.name) or getattr(args, field.name, None) for field in fields(s)}
+    s = plain_ppo.Settings()
+    args = PPOConfig(str(tmp_path), use_cpu=True)
+    own = {
+        "lam_critic": args.critic_options.lam,
+        "lam_length_alpha": args.critic_options.lam_length_alpha,
+    }
+    values = {
+        field.name: own.get(field.name) or getattr(args, field.name, None) for field in fields(s)
+    }
     assert values == vars(s) | {"critic_learning_rate": None}

@@ -46,7 +46,9 @@ def test_public_names_are_documented_and_listed():
 def test_nothing_else_is_public():
     """In a process of its own: modules that were imported are attributes of the package."""
     program = "import trl_ppo_ext as p; print(*(n for n in vars(p) if not n.startswith('_')))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     imported = {"import_module", "TYPE_CHECKING", "Any"}
     assert set(done.stdout.split()) <= imported | set(trl_ppo_ext.__all__)
 
@@ -55,7 +57,15 @@ def test_nothing_else_is_public():
 
 # a module imports only from lower floors, or from its own room
 FLOORS = [
-    {"ppo.math", "ppo.batch_plan", "concurrency", "private_names", "redaction", "sequences", "text"},
+    {
+        "ppo.math",
+        "ppo.batch_plan",
+        "concurrency",
+        "private_names",
+        "redaction",
+        "sequences",
+        "text",
+    },
     {"trl_names"},
     {"config", "ppo_math"},
     {"distributed"},
@@ -71,15 +81,23 @@ FLOORS = [
 
 
 def imports():
-    """Modules of the package that each module imports, also within functions, except for type checking."""
-    paths = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    """Modules of the package that each module imports, also within functions, except for type
+    checking."""
+    paths = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+    }
     paths = {name.removesuffix("__init__").removesuffix("."): path for name, path in paths.items()}
     found = {}
     for name, path in paths.items():
         package = path.relative_to(PACKAGE).parts[:-1]
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
-            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            if (
+                isinstance(node, ast.If)
+                and isinstance(node.test, ast.Name)
+                and node.test.id == "TYPE_CHECKING"
+            ):
                 node.body = []
         found[name] = set()
         for node in ast.walk(tree):
@@ -92,7 +110,10 @@ def imports():
 
 
 def room(module):
-    return next((name for name in (module, module.split(".")[0]) if any(name in floor for floor in FLOORS)), module)
+    return next(
+        (name for name in (module, module.split(".")[0]) if any(name in floor for floor in FLOORS)),
+        module,
+    )
 
 
 def test_modules_import_only_from_lower_floors():
@@ -118,14 +139,26 @@ def test_modules_have_no_import_cycle():
 @pytest.mark.parametrize("module", ["ppo.math", "ppo.batch_plan", "sequences"])
 def test_lowest_floor_imports_only_torch(module):
     tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-    named = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    named |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
+    named = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    named |= {
+        node.module or ""
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and not node.level
+    }
     assert not {name.split(".")[0] for name in named} - {"torch"} - sys.stdlib_module_names
 
 
 def test_every_field_of_the_config_is_read():
-    """As an attribute or by its name; those of TrainingArguments are the Trainer's, names of vLLM's are built."""
-    own = trl_ppo_ext.PPOConfig.__annotations__.keys() - TrainingArguments.__dataclass_fields__.keys()
+    """As an attribute or by its name; those of TrainingArguments are the Trainer's, names of
+    vLLM's are built."""
+    own = (
+        trl_ppo_ext.PPOConfig.__annotations__.keys() - TrainingArguments.__dataclass_fields__.keys()
+    )
     read = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -141,13 +174,21 @@ def test_every_field_of_the_config_is_read():
 
 def test_package_imports_without_optional_dependencies(tmp_path):
     """In a process in which the packages of the extras are not there."""
-    (tmp_path / "run_log.jsonl").write_text('{"kind": "metrics", "time": 1, "step": 1, "metrics": {"reward": 1}}\n')
+    (tmp_path / "run_log.jsonl").write_text(
+        '{"kind": "metrics", "time": 1, "step": 1, "metrics": {"reward": 1}}\n'
+    )
     requirements = "\n".join(dict(setup()["options.extras_require"]).values())
-    names = {re.split(r"[^\w-]", line.strip())[0].replace("-", "_") for line in requirements.splitlines()} - {""}
+    names = {
+        re.split(r"[^\w-]", line.strip())[0].replace("-", "_") for line in requirements.splitlines()
+    } - {""}
     assert {"bokeh", "deepspeed", "wandb", "tensorboard", "trackio", "starlette"} <= names
     names -= {"httpx2"}  # the Hub's own client needs it
     # the clients themselves, and what draws
-    of_extras = {"rewards.http": "judge", "episodes.vllm_server": "vllm", "tracking.report": "report"}
+    of_extras = {
+        "rewards.http": "judge",
+        "episodes.vllm_server": "vllm",
+        "tracking.report": "report",
+    }
     everything = sorted(set(modules()) - {f"trl_ppo_ext.{name}" for name in of_extras})
     program = (
         "import importlib, sys\n"
@@ -175,14 +216,18 @@ def test_package_imports_without_optional_dependencies(tmp_path):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Built from a copy, so that the checkout stays as it is."""
-    pytest.importorskip("setuptools", "77", reason="the wheel is built with setuptools of this environment")
+    pytest.importorskip(
+        "setuptools", "77", reason="the wheel is built with setuptools of this environment"
+    )
     folder = tmp_path_factory.mktemp("wheel")
     copytree(PACKAGE, folder / "source" / "trl_ppo_ext", ignore=lambda *_: {"__pycache__"})
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         if (ROOT / name).is_file():
             (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*command, "--wheel-dir", ".", "./source"], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--wheel-dir", ".", "./source"], cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return next(folder.glob("*.whl"))
 
@@ -190,24 +235,41 @@ def wheel(tmp_path_factory):
 @pytest.mark.slow
 def test_wheel_has_exactly_the_files_of_the_package(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    files = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    files = {
+        path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
     assert inside == {path.relative_to(ROOT).as_posix() for path in files}
 
 
 @pytest.mark.slow
 def test_installed_wheel_works_outside_of_the_checkout(wheel, tmp_path):
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", "installed"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        "installed",
+    ]
     subprocess.run([*command, str(wheel)], check=True, cwd=tmp_path)
     site = tmp_path / "installed"
     environment = os.environ | {"PYTHONPATH": str(site)}
 
     def run(*command):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env=environment
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     assert str(site) in run(sys.executable, "-c", "import trl_ppo_ext; print(trl_ppo_ext.__file__)")
-    preset = "from trl_ppo_ext import PPOConfig; PPOConfig.preset('n_plus', 'out', use_cpu=True, bf16=False)"
+    preset = (
+        "from trl_ppo_ext import PPOConfig; PPOConfig.preset('n_plus', 'out', use_cpu=True, "
+        "bf16=False)"
+    )
     run(sys.executable, "-c", preset)
     printed = run(site / "bin" / "trl-ppo", "--help")
     for command in import_module("trl_ppo_ext.commands.main").COMMANDS:
@@ -217,7 +279,11 @@ def test_installed_wheel_works_outside_of_the_checkout(wheel, tmp_path):
 
 
 def test_extra_installs_the_vllm_that_is_tested():
-    script, page = ((ROOT / name).read_text() for name in ("tests/with_vllm/install.py", "docs/generation.md"))
-    version, transformers = (re.search(x, script)[1] for x in ('VLLM, .* = "(.*)", "', r"transformers==([\d.]+)"))
+    script, page = (
+        (ROOT / name).read_text() for name in ("tests/with_vllm/install.py", "docs/generation.md")
+    )
+    version, transformers = (
+        re.search(x, script)[1] for x in ('VLLM, .* = "(.*)", "', r"transformers==([\d.]+)")
+    )
     assert f"vllm=={version};" in setup()["options.extras_require"]["vllm-colocate"]
     assert f"Tested: vLLM {version}," in page and f"with transformers {transformers}," in page

@@ -1,10 +1,19 @@
-"""What the policy must not read: a critic that does changes no expected gradient, a reference that does teaches."""
+"""What the policy must not read: a critic that does changes no expected gradient, a reference
+that does teaches."""
 
 import itertools
 
 import pytest
 import torch
-from runs_of_tiny import COMPLETIONS, PROMPTS, plain_logprobs, rollouts_of, sequences, trainer, weights
+from runs_of_tiny import (
+    COMPLETIONS,
+    PROMPTS,
+    plain_logprobs,
+    rollouts_of,
+    sequences,
+    trainer,
+    weights,
+)
 from tiny import config, llama, prompts
 from transformers.utils import logging
 
@@ -44,7 +53,8 @@ def secret_prompts(rows=16, secret=f"{SECRET} "):
 def test_critic_reads_its_prompt_and_the_policy_its_own(tmp_path):
     built = moved(tmp_path)
     with torch.no_grad():
-        plain, other = built(sequences()), built(privileged())
+        plain = built(sequences())
+        other = built(privileged())
         read = built(sequences(prompts=SECRETS))  # what the policy would write after the secrets
     assert torch.equal(other.logprobs, plain.logprobs)
     torch.testing.assert_close(other.values, read.values)
@@ -55,9 +65,13 @@ def test_reference_reads_its_prompt_and_the_policy_its_own(tmp_path):
     built = moved(tmp_path)
     given = privileged("reference")
     with torch.no_grad():
-        plain, other = built(sequences(), with_kl=True), built(given, with_kl=True)
-        ours, expected = built.reference_logprobs(given), built.reference_logprobs(sequences(prompts=SECRETS))
-        assert torch.equal(other.logprobs, plain.logprobs) and torch.equal(other.values, plain.values)
+        plain = built(sequences(), with_kl=True)
+        other = built(given, with_kl=True)
+        ours = built.reference_logprobs(given)
+        expected = built.reference_logprobs(sequences(prompts=SECRETS))
+        assert torch.equal(other.logprobs, plain.logprobs) and torch.equal(
+            other.values, plain.values
+        )
         torch.testing.assert_close(ours, expected)
         for row, (prompt, secret, ids) in enumerate(zip(PROMPTS, SECRETS, COMPLETIONS)):
 
@@ -68,7 +82,9 @@ def test_reference_reads_its_prompt_and_the_policy_its_own(tmp_path):
             policy = all_logprobs(prompt)
             with built.reference():
                 reference = all_logprobs(secret)
-                torch.testing.assert_close(ours[row, : len(ids)], plain_logprobs(built, secret, ids))
+                torch.testing.assert_close(
+                    ours[row, : len(ids)], plain_logprobs(built, secret, ids)
+                )
             kls = (policy.exp() * (policy - reference)).sum(1)
             torch.testing.assert_close(other.kls[row, : len(ids)], kls)
     assert not torch.allclose(other.kls, plain.kls, atol=1e-2)
@@ -79,14 +95,18 @@ def test_rows_keep_the_prompts_of_other_roles(role):
     part = privileged(role).rows(torch.tensor([2, 0]))
     assert getattr(part, f"{role}_prompt_ids").tolist() == [[0, 0, 25], [0, 20, 21]]
     assert getattr(part, f"{role}_prompt_lengths").tolist() == [1, 2]
-    assert getattr(part, f"for_{role}").packed.input_ids[-5:].tolist() == SECRETS[0] + COMPLETIONS[0]
+    assert (
+        getattr(part, f"for_{role}").packed.input_ids[-5:].tolist() == SECRETS[0] + COMPLETIONS[0]
+    )
     [other] = {*ROLES} - {role}
     assert getattr(part, f"for_{other}") is part
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_stand_in_of_an_excluded_row_has_none_of_the_prompts_of_other_roles(role):
-    given = getattr(stand_ins(privileged(role), torch.tensor([False, True, False]), torch.clone), f"for_{role}")
+    given = getattr(
+        stand_ins(privileged(role), torch.tensor([False, True, False]), torch.clone), f"for_{role}"
+    )
     read = [row[mask.bool()].tolist() for row, mask in zip(given.input_ids, given.attention_mask)]
     assert read == [SECRETS[0] + COMPLETIONS[0], PROMPTS[0][:2], SECRETS[2] + COMPLETIONS[2]]
 
@@ -95,13 +115,20 @@ def test_stand_in_of_an_excluded_row_has_none_of_the_prompts_of_other_roles(role
 
 
 def enumerated(built, hidden, length):
-    """Every completion of some tokens under every hidden bit, with its probability and log-probs."""
-    completions = [list(x) for x in itertools.product(range(built.config.vocab_size), repeat=length)]
+    """Every completion of some tokens under every hidden bit, with its probability and
+    log-probs."""
+    completions = [
+        list(x) for x in itertools.product(range(built.config.vocab_size), repeat=length)
+    ]
     rows = len(completions)
-    batch = Sequences.from_token_ids([[4]] * rows, completions, 0, "cpu", {"critic": [[26 + hidden, 4]] * rows})
+    batch = Sequences.from_token_ids(
+        [[4]] * rows, completions, 0, "cpu", {"critic": [[26 + hidden, 4]] * rows}
+    )
     scores = built(batch)
     rewards = torch.zeros(rows, length)
-    rewards[:, -1] = torch.tensor([float(ids[-1] % 2 == hidden) * (1 + ids[0] % 3) for ids in completions])
+    rewards[:, -1] = torch.tensor(
+        [float(ids[-1] % 2 == hidden) * (1 + ids[0] % 3) for ids in completions]
+    )
     return scores, rewards, torch.ones(rows, length, dtype=torch.bool)
 
 
@@ -113,7 +140,11 @@ def test_privilege_leaves_the_expected_gradient(tmp_path):
         loss = torch.zeros((), dtype=torch.float64)
         for hidden in (0, 1):
             scores, rewards, mask = enumerated(built, hidden, length=2)
-            values = scores.values if sees else enumerated(built, 0, length=2)[0].values  # the same for both bits
+            # the same for both bits
+            if sees:
+                values = scores.values
+            else:
+                values = enumerated(built, 0, length=2)[0].values
             advantages, _ = ppo_math.gae(rewards.double(), values.detach().double(), mask, 1.0, 1.0)
             probability = scores.logprobs.sum(1).exp().detach() / 2
             loss = loss + (probability * (advantages * scores.logprobs).sum(1)).sum()
@@ -125,7 +156,9 @@ def test_privilege_leaves_the_expected_gradient(tmp_path):
 
 def test_privilege_takes_out_the_variance_that_the_hidden_bit_explains(tmp_path):
     built = moved(tmp_path, llama(vocab_size=28).double()).double()
-    rewards, probabilities, scores = [], [], []
+    rewards = []
+    probabilities = []
+    scores = []
     for hidden in (0, 1):
         given, reward, mask = enumerated(built, hidden, length=1)
         scores.append(given.logprobs)
@@ -133,15 +166,19 @@ def test_privilege_takes_out_the_variance_that_the_hidden_bit_explains(tmp_path)
         probabilities.append(given.logprobs[:, 0].exp().detach())
     knowing = [(p * r).sum() for p, r in zip(probabilities, rewards)]  # the value with the bit
     blind = sum(knowing) / 2
-    variances, of_gradients = [], []
+    variances = []
+    of_gradients = []
     for values in ((blind, blind), knowing):
-        variance, of_gradient = 0.0, 0.0
+        variance = 0.0
+        of_gradient = 0.0
         for p, r, v, logprobs in zip(probabilities, rewards, values, scores):
             advantages, _ = ppo_math.gae(r[:, None], v.expand(len(r), 1), mask, 1.0, 1.0)
             variance += (p * advantages[:, 0] ** 2).sum() / 2
             for row in range(len(r)):
                 policy = list(built.policy_parameters().values())
-                gradient = torch.autograd.grad(advantages[row, 0] * logprobs[row, 0], policy, retain_graph=True)
+                gradient = torch.autograd.grad(
+                    advantages[row, 0] * logprobs[row, 0], policy, retain_graph=True
+                )
                 of_gradient += p[row] / 2 * sum((x**2).sum() for x in gradient)
         variances.append(variance)
         of_gradients.append(of_gradient)
@@ -155,10 +192,12 @@ def test_privilege_takes_out_the_variance_that_the_hidden_bit_explains(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "role, settings", [("critic", PRIVILEGED), ("reference", TEACHER), ("reference", TEACHER | EXACT)]
+    "role, settings",
+    [("critic", PRIVILEGED), ("reference", TEACHER), ("reference", TEACHER | EXACT)],
 )
 def test_secret_reaches_one_role_alone(tmp_path, capsys, role, settings):
-    seen, generated = [], []
+    seen = []
+    generated = []
 
     def reward(prompts, completion_ids, **kwargs):
         assert not [name for name in kwargs if "prompt_ids" in name]
@@ -193,7 +232,9 @@ def test_secret_reaches_one_role_alone(tmp_path, capsys, role, settings):
     # 2. No file has it, except for the rollout in progress of a checkpoint.
     ids = torch.tensor(secret).numpy().tobytes()
     found = [
-        x.name for x in tmp_path.rglob("*") if x.is_file() and any(y in x.read_bytes() for y in (SECRET.encode(), ids))
+        x.name
+        for x in tmp_path.rglob("*")
+        if x.is_file() and any(y in x.read_bytes() for y in (SECRET.encode(), ids))
     ]
     assert set(found) == {"run_state_0.safetensors"}
     assert {"README.md", "report.html", "run_log.jsonl", "adapter_model.safetensors"} <= {
@@ -201,7 +242,9 @@ def test_secret_reaches_one_role_alone(tmp_path, capsys, role, settings):
     }
 
 
-@pytest.mark.parametrize("settings", [{"kl_placement": "reward"}, EXACT], ids=["k1 in the reward", "exact"])
+@pytest.mark.parametrize(
+    "settings", [{"kl_placement": "reward"}, EXACT], ids=["k1 in the reward", "exact"]
+)
 def test_reference_with_the_prompt_of_the_policy_changes_no_bit(tmp_path, settings):
     runs = []
     for given in ({}, TEACHER):
@@ -215,8 +258,12 @@ def test_reference_with_the_prompt_of_the_policy_changes_no_bit(tmp_path, settin
         runs.append((weights(run), [rollout.tensors for rollout, _ in rollouts], logs))
     (plain, rollouts, logs), (taught, others, other_logs) = runs
     assert all(torch.equal(x, taught[name]) for name, x in plain.items())
-    assert all(torch.equal(x, two[name]) for one, two in zip(rollouts, others) for name, x in one.items())
-    assert [x.keys() for x in logs] == [x.keys() for x in other_logs] and logs[:-1] == other_logs[:-1]
+    assert all(
+        torch.equal(x, two[name]) for one, two in zip(rollouts, others) for name, x in one.items()
+    )
+    assert [x.keys() for x in logs] == [x.keys() for x in other_logs] and logs[:-1] == other_logs[
+        :-1
+    ]
 
 
 KL_DEFAULTS = [
@@ -233,7 +280,9 @@ KL_DEFAULTS = [
 
 
 @pytest.mark.parametrize(("settings", "expected"), KL_DEFAULTS, ids=str)
-def test_kl_left_open_is_the_one_that_fits_the_rest(tmp_path, caplog, monkeypatch, settings, expected):
+def test_kl_left_open_is_the_one_that_fits_the_rest(
+    tmp_path, caplog, monkeypatch, settings, expected
+):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     args = config(tmp_path, **settings)
     assert (args.kl_estimator, args.kl_placement) == expected
@@ -248,7 +297,9 @@ def test_distillation_follows_the_gradient_of_the_exact_kl(tmp_path):
     policy = list(run.actor_critic.policy_parameters().values())
     for x in policy:
         x.data += 0.2 * torch.randn_like(x)
-    batches, rollouts, compute_loss = [], rollouts_of(run), run.compute_loss
+    batches = []
+    rollouts = rollouts_of(run)
+    compute_loss = run.compute_loss
 
     def recording(model, inputs, **kwargs):
         loss = compute_loss(model, inputs, **kwargs)
@@ -264,11 +315,14 @@ def test_distillation_follows_the_gradient_of_the_exact_kl(tmp_path):
 
     for x, before in zip(policy, start):
         x.data.copy_(before)
-    model, kls = run.actor_critic.policy, []
+    model = run.actor_critic.policy
+    kls = []
     answers = {text: f"{SECRET} {text}" for text in prompts()["prompt"]}
     for episode in samples.batch.episodes:
         told = run.processing_class(answers[episode.prompt])["input_ids"]
-        ours, theirs = (torch.tensor([[*ids, *episode.completion_ids]]) for ids in (episode.prompt_ids, told))
+        ours, theirs = (
+            torch.tensor([[*ids, *episode.completion_ids]]) for ids in (episode.prompt_ids, told)
+        )
         response = slice(-len(episode.completion_ids) - 1, -1)
         logprobs = model(input_ids=ours).logits[0, response].log_softmax(-1)
         with torch.no_grad(), model.disable_adapter():
@@ -280,17 +334,33 @@ def test_distillation_follows_the_gradient_of_the_exact_kl(tmp_path):
     assert max(x.abs().max() for x in expected) > 1e-3
 
 
-@pytest.mark.parametrize("settings", [{"kl_placement": "reward"}, {"missing_eos_penalty": 1.0}, {"critic": "head"}])
-def test_distillation_has_a_critic_if_there_is_something_to_predict_or_it_is_set(tmp_path, settings):
+@pytest.mark.parametrize(
+    "settings", [{"kl_placement": "reward"}, {"missing_eos_penalty": 1.0}, {"critic": "head"}]
+)
+def test_distillation_has_a_critic_if_there_is_something_to_predict_or_it_is_set(
+    tmp_path, settings
+):
     run = trainer(tmp_path, None, None, secret_prompts(), **settings, **TEACHER)
     assert run.actor_critic.value_head is not None
 
 
-@pytest.mark.parametrize("settings", [{"kl_placement": "loss", "kl_estimator": "exact"}, {"kl_placement": "reward"}])
+@pytest.mark.parametrize(
+    "settings", [{"kl_placement": "loss", "kl_estimator": "exact"}, {"kl_placement": "reward"}]
+)
 def test_reference_that_sees_more_teaches_without_a_reward(tmp_path, caplog, monkeypatch, settings):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
-    sizes = {"per_device_train_batch_size": 32, "num_mini_batches": 1, "num_ppo_epochs": 1, "max_completion_length": 3}
-    settings |= sizes | {"critic": "none", "advantage_estimator": "reinforce", "learning_rate": 1e-2, "kl_coef": 1.0}
+    sizes = {
+        "per_device_train_batch_size": 32,
+        "num_mini_batches": 1,
+        "num_ppo_epochs": 1,
+        "max_completion_length": 3,
+    }
+    settings |= sizes | {
+        "critic": "none",
+        "advantage_estimator": "reinforce",
+        "learning_rate": 1e-2,
+        "kl_coef": 1.0,
+    }
     run = trainer(tmp_path, None, None, secret_prompts(), max_steps=8, **settings, **TEACHER)
     run.train()
     kls = [log["kl_per_completion"] for log in run.state.log_history if "kl_per_completion" in log]
@@ -302,13 +372,22 @@ def test_reference_that_sees_more_teaches_without_a_reward(tmp_path, caplog, mon
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"critic_kwargs": {"prompt": "answer"}}, "'prompt': 'answer'}` needs `critic='adapter'`, got 'side'"),
-        (PRIVILEGED | {"critic_kwargs": {"prompt": "solution"}}, "needs the column 'solution' of `critic_kwargs"),
+        (
+            {"critic_kwargs": {"prompt": "answer"}},
+            "'prompt': 'answer'}` needs `critic='adapter'`, got 'side'",
+        ),
+        (
+            PRIVILEGED | {"critic_kwargs": {"prompt": "solution"}},
+            "needs the column 'solution' of `critic_kwargs",
+        ),
         (PRIVILEGED | {"max_completion_length": 57}, "The critic's prompt has .* room for 7"),
         ({"reference_prompt": "solution"}, "needs the column 'solution' of `reference_prompt`"),
         (TEACHER | {"max_completion_length": 57}, "The reference's prompt has .* room for 7"),
         (TEACHER | {"kl_coef": 0}, "`reference_prompt='answer'` needs a `kl_coef` above 0"),
-        ({"reference_prompt": "hidden_state"}, "'hidden_state' needs an environment with that method"),
+        (
+            {"reference_prompt": "hidden_state"},
+            "'hidden_state' needs an environment with that method",
+        ),
     ],
 )
 def test_unfit_prompt_of_another_role_raises(tmp_path, settings, message):
@@ -317,7 +396,9 @@ def test_unfit_prompt_of_another_role_raises(tmp_path, settings, message):
 
 
 @pytest.mark.parametrize(
-    "settings", [TEACHER, {"critic": "adapter", "critic_kwargs": {"prompt": "answer"}}], ids=["reference", "critic"]
+    "settings",
+    [TEACHER, {"critic": "adapter", "critic_kwargs": {"prompt": "answer"}}],
+    ids=["reference", "critic"],
 )
 def test_column_of_another_role_with_an_environment_raises(tmp_path, settings):
     """It would lack the observation that the policy reads first."""
@@ -329,5 +410,7 @@ def test_column_of_another_role_with_an_environment_raises(tmp_path, settings):
         def step(self, text):
             return "w4", 1.0, True
 
-    with pytest.raises(ValueError, match=r"The column 'answer' cannot be .*: it lacks what an environment"):
+    with pytest.raises(
+        ValueError, match=r"The column 'answer' cannot be .*: it lacks what an environment"
+    ):
         trainer(tmp_path, dataset=secret_prompts(), environment_factory=Game, **settings)

@@ -43,7 +43,8 @@ def test_token_rewards_add_up_to_the_score_minus_the_kl(batch, seed, kl_coef, ga
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, tokens.shape[1] + 1, (len(tokens),), generator=generator)
     mask = torch.arange(tokens.shape[1]) < lengths[:, None]
-    shaped, tokens = torch.randn(len(tokens), generator=generator, dtype=torch.float64), tokens * mask
+    shaped = torch.randn(len(tokens), generator=generator, dtype=torch.float64)
+    tokens = tokens * mask
     rewards = token_rewards(tokens, shaped, kl.masked_fill(~mask, garbage), mask, kl_coef)
     close(rewards.sum(1), shaped - kl_coef * (kl * mask).sum(1), rtol=1e-7, atol=1e-7)
     assert (rewards[~mask] == 0).all()
@@ -56,14 +57,24 @@ def test_token_rewards_add_up_to_the_score_minus_the_kl(batch, seed, kl_coef, ga
 def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed):
     """All scores equal, one token each, rows of which nothing counts."""
     generator = torch.Generator().manual_seed(seed)
-    rows, width = 2 * groups, 1 if single else 5
+    rows = 2 * groups
+    if single:
+        width = 1
+    else:
+        width = 5
     mask = torch.rand(rows, width, generator=generator) < 0.5
-    rewards, outputs = torch.full((rows, width), score), torch.zeros(rows, width)
-    for lam, normalized in itertools.product((0.95, length_adaptive_lambda(mask, 0.05)), (False, True)):
+    rewards = torch.full((rows, width), score)
+    outputs = torch.zeros(rows, width)
+    for lam, normalized in itertools.product(
+        (0.95, length_adaptive_lambda(mask, 0.05)), (False, True)
+    ):
         discounts = Discounts(1.0, lam, 0.95)
         result, seen = of_critic(rewards, outputs, mask, Moments(), normalized, discounts)
         scaled, (white, _) = in_units(result, seen), whiten(result.advantages, mask)
-        assert all(x.isfinite().all() for x in (result.advantages, result.returns, scaled.advantages, white))
+        assert all(
+            x.isfinite().all()
+            for x in (result.advantages, result.returns, scaled.advantages, white)
+        )
         assert (white[~mask] == 0).all()
         assert explained_variance(result.values, result.returns, mask).isfinite()
     counted = torch.rand(rows, generator=generator) < 0.5
@@ -71,7 +82,9 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
     for estimator in ("grpo", "dr_grpo", "rloo"):
         assert not of_groups(estimator, scores[:, None], counted, 2).advantages.any()
     failed = scores.masked_fill(~counted, math.nan)[:, None]
-    assert torch.equal(of_groups("reinforce", failed, counted, 2).advantages[:, 0], scores * counted)
+    assert torch.equal(
+        of_groups("reinforce", failed, counted, 2).advantages[:, 0], scores * counted
+    )
 
 
 @pytest.mark.parametrize("function", [grpo_advantages, dr_grpo_advantages, rloo_advantages])
@@ -83,7 +96,9 @@ def test_order_of_groups_and_members_changes_nothing(function, groups, size, see
     scores = torch.randn(groups * size, generator=generator, dtype=torch.float64)
     counts = torch.rand(groups * size, generator=generator) < 0.8
     expected = function(scores, counts, size)
-    order = torch.stack([group * size + torch.randperm(size, generator=generator) for group in range(groups)])
+    order = torch.stack(
+        [group * size + torch.randperm(size, generator=generator) for group in range(groups)]
+    )
     order = order[torch.randperm(groups, generator=generator)].flatten()
     close(function(scores[order], counts[order], size), expected[order])
     close(function(scores + shift, counts, size), expected, rtol=1e-6, atol=1e-6)
@@ -93,14 +108,17 @@ def test_order_of_groups_and_members_changes_nothing(function, groups, size, see
 
 # ---- coefficients ----
 
-measurements = st.lists(st.one_of(st.floats(0, 1e6), st.sampled_from([math.nan, math.inf, -math.inf])), max_size=30)
+measurements = st.lists(
+    st.one_of(st.floats(0, 1e6), st.sampled_from([math.nan, math.inf, -math.inf])), max_size=30
+)
 
 
 @property_test
 @given(st.floats(1e-4, 10), st.floats(1e-3, 100), measurements)
 def test_adaptive_kl_stays_positive_and_approaches_its_target(value, target, measured):
     for kl in measured:
-        before, value = value, adapt_kl_coef(value, kl, target, 100, 64)
+        before = value
+        value = adapt_kl_coef(value, kl, target, 100, 64)
         ratio = value / before
         assert 0 < value < math.inf and 1 - 0.2 * 0.64 - 1e-9 <= ratio <= 1 + 0.2 * 0.64 + 1e-9
         if math.isfinite(kl):
@@ -136,7 +154,11 @@ def test_sizes_of_a_plan_multiply_out(plan):
     assert plan.completions == per_epoch * plan.micro_batch_size * plan.num_processes
     assert plan.micro_steps == per_epoch * plan.num_ppo_epochs
     again = factor_of(
-        plan.completions, "num_mini_batches", plan.num_mini_batches, plan.micro_batch_size, plan.num_processes
+        plan.completions,
+        "num_mini_batches",
+        plan.num_mini_batches,
+        plan.micro_batch_size,
+        plan.num_processes,
     )
     assert again == plan.gradient_accumulation_steps
 
@@ -144,7 +166,9 @@ def test_sizes_of_a_plan_multiply_out(plan):
 def rollout_of(size, seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = [torch.randint(1, 5, (2,), generator=generator).tolist() for _ in range(size)]
-    prompts, completions = ([[row + 1] * pair[side] for row, pair in enumerate(lengths)] for side in (0, 1))
+    prompts, completions = (
+        [[row + 1] * pair[side] for row, pair in enumerate(lengths)] for side in (0, 1)
+    )
     sequences = Sequences.from_token_ids(prompts, completions, pad_token_id=0, device="cpu")
     numbers = sequences.completion_ids.float()  # every number says whose row it is; 0 is padding
     return Rollout(sequences, sequences.completion_mask, numbers, numbers, numbers)
@@ -163,7 +187,8 @@ def updates_of(plan):
 @given(plans(), seeds, st.data())
 def test_every_row_comes_once_per_epoch_also_when_resumed(plan, seed, data):
     torch.manual_seed(seed)
-    size, updates = plan.completions_per_process, updates_of(plan)
+    size = plan.completions_per_process
+    updates = updates_of(plan)
     updates.start(rollout_of(size, seed), 0)
     start = data.draw(st.integers(1, plan.optimizer_steps))
     updates.stopped_early = data.draw(st.booleans())
@@ -176,7 +201,9 @@ def test_every_row_comes_once_per_epoch_also_when_resumed(plan, seed, data):
         of_epoch = [*chain(*seen[epoch * per_epoch : (epoch + 1) * per_epoch])]
         assert sorted(of_epoch) == list(range(size))
     assert [batch.step for batch in whole] == [
-        step for step in range(plan.optimizer_steps) for _ in range(plan.gradient_accumulation_steps)
+        step
+        for step in range(plan.optimizer_steps)
+        for _ in range(plan.gradient_accumulation_steps)
     ]
     if start == plan.optimizer_steps:  # between two rollouts
         assert not saved
@@ -208,7 +235,9 @@ def test_micro_batch_has_only_the_padding_it_needs(plan, seed):
 
 
 @property_test
-@given(plans(), st.integers(1, 25), st.booleans(), st.integers(0, 1000), st.integers(0, 3), st.data())
+@given(
+    plans(), st.integers(1, 25), st.booleans(), st.integers(0, 1000), st.integers(0, 3), st.data()
+)
 def test_ranks_share_each_rollout_in_whole_groups(plan, rows, shuffle, seed, epoch, data):
     """Cut into batches and shares as Accelerate does it, also when a run resumes."""
     rollouts = -(-rows // plan.prompts)
@@ -218,7 +247,8 @@ def test_ranks_share_each_rollout_in_whole_groups(plan, rows, shuffle, seed, epo
     assert drawn == list(sampler) and len(drawn) == len(sampler)
     assert set(drawn) == set(range(rows))  # no prompt is dropped
     counts = [drawn.count(row) for row in range(rows)]
-    assert max(counts) - min(counts) <= plan.num_generations * plan.micro_steps  # nor drawn twice before the others
+    # nor drawn twice before the others
+    assert max(counts) - min(counts) <= plan.num_generations * plan.micro_steps
 
     def share(rank):
         whole = BatchSampler(sampler, plan.completions_per_process, drop_last=True)
@@ -232,7 +262,10 @@ def test_ranks_share_each_rollout_in_whole_groups(plan, rows, shuffle, seed, epo
         assert together == [
             *chain(*(of_rank[first] for of_rank in shares))
         ]  # the rollout, for each of its micro-steps
-        groups = [together[i : i + plan.num_generations] for i in range(0, len(together), plan.num_generations)]
+        groups = [
+            together[i : i + plan.num_generations]
+            for i in range(0, len(together), plan.num_generations)
+        ]
         assert all(len(set(group)) == 1 for group in groups) and len(groups) == plan.prompts
         rollout = position // plan.micro_steps * plan.completions * plan.micro_steps
         assert together == drawn[rollout : rollout + plan.completions]

@@ -1,4 +1,5 @@
-"""Every recipe runs with the settings of its file, on tiny models and datasets with the schema of the Hub's."""
+"""Every recipe runs with the settings of its file, on tiny models and datasets with the schema
+of the Hub's."""
 
 import contextlib
 import json
@@ -45,8 +46,17 @@ FILES = sorted(file for file in RECIPES.glob("*/*.yaml") if file not in ACCELERA
 IDS = [str(file.relative_to(RECIPES)) for file in FILES]
 LONG = 128
 TOKENS = {"vocab_size": 32, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": None}
-SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-GQA = TOKENS | SHAPE | {"num_key_value_heads": 2, "max_position_embeddings": LONG, "initializer_range": 0.1}
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GQA = (
+    TOKENS
+    | SHAPE
+    | {"num_key_value_heads": 2, "max_position_embeddings": LONG, "initializer_range": 0.1}
+)
 BYTES = GQA | {"vocab_size": 259, "eos_token_id": 2, "max_position_embeddings": 4096}
 NEOX = TOKENS | SHAPE | {"max_position_embeddings": LONG}
 
@@ -56,9 +66,20 @@ def gpt2():
 
 
 def distilbert():
-    sizes = {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4, "max_position_embeddings": LONG}
-    labels = {"id2label": {0: "NEGATIVE", 1: "POSITIVE"}, "label2id": {"NEGATIVE": 0, "POSITIVE": 1}}
-    return DistilBertForSequenceClassification(DistilBertConfig(vocab_size=32, pad_token_id=0, **sizes, **labels))
+    sizes = {
+        "dim": 32,
+        "hidden_dim": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "max_position_embeddings": LONG,
+    }
+    labels = {
+        "id2label": {0: "NEGATIVE", 1: "POSITIVE"},
+        "label2id": {"NEGATIVE": 0, "POSITIVE": 1},
+    }
+    return DistilBertForSequenceClassification(
+        DistilBertConfig(vocab_size=32, pad_token_id=0, **sizes, **labels)
+    )
 
 
 # by the id that stands in a recipe: the same architecture, tiny
@@ -66,11 +87,21 @@ MODELS = {
     "lvwerra/gpt2-imdb": gpt2,
     "lvwerra/distilbert-imdb": distilbert,
     "trl-lib/pythia-1b-deduped-tldr-sft": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**NEOX)),
-    "trl-lib/pythia-1b-deduped-tldr-rm": lambda: GPTNeoXForSequenceClassification(GPTNeoXConfig(num_labels=1, **NEOX)),
-    "Qwen/Qwen2.5-0.5B-Instruct": lambda: Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **GQA)),
-    "Qwen/Qwen2.5-1.5B-Instruct": lambda: Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **BYTES)),
-    "Qwen/Qwen2.5-7B-Instruct": lambda: Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **GQA)),
-    "Skywork/Skywork-Reward-V2-Llama-3.1-8B": lambda: LlamaForSequenceClassification(LlamaConfig(num_labels=1, **GQA)),
+    "trl-lib/pythia-1b-deduped-tldr-rm": lambda: GPTNeoXForSequenceClassification(
+        GPTNeoXConfig(num_labels=1, **NEOX)
+    ),
+    "Qwen/Qwen2.5-0.5B-Instruct": lambda: Qwen2ForCausalLM(
+        Qwen2Config(tie_word_embeddings=True, **GQA)
+    ),
+    "Qwen/Qwen2.5-1.5B-Instruct": lambda: Qwen2ForCausalLM(
+        Qwen2Config(tie_word_embeddings=True, **BYTES)
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": lambda: Qwen2ForCausalLM(
+        Qwen2Config(tie_word_embeddings=False, **GQA)
+    ),
+    "Skywork/Skywork-Reward-V2-Llama-3.1-8B": lambda: LlamaForSequenceClassification(
+        LlamaConfig(num_labels=1, **GQA)
+    ),
 }
 CHAT = ("Qwen/", "Skywork/")
 # config (None: the only one), splits, and rows with the columns that the dataset has
@@ -83,17 +114,27 @@ DATASETS = {
     "trl-lib/tldr": (
         None,
         ("train", "validation", "test"),
-        lambda n: {"prompt": f"SUBREDDIT: r/w{n}\n\nTITLE: w{n}\n\nPOST: w1 w2\n\nTL;DR:", "completion": f" w{n}"},
+        lambda n: {
+            "prompt": f"SUBREDDIT: r/w{n}\n\nTITLE: w{n}\n\nPOST: w1 w2\n\nTL;DR:",
+            "completion": f" w{n}",
+        },
     ),
     "openai/gsm8k": (
         "main",
         ("train", "test"),
-        lambda n: {"question": f"w{n} has w{n + 1} w2 ?", "answer": f"It is <<{n}+1={n + 1}>>{n + 1}.\n#### {n + 1}"},
+        lambda n: {
+            "question": f"w{n} has w{n + 1} w2 ?",
+            "answer": f"It is <<{n}+1={n + 1}>>{n + 1}.\n#### {n + 1}",
+        },
     ),
     "rajpurkar/squad": (
         None,
         ("train", "validation"),
-        lambda n: {"question": f"w{n} ?", "context": f"w{n} is w1.", "answers": {"text": ["w1"], "answer_start": [6]}},
+        lambda n: {
+            "question": f"w{n} ?",
+            "context": f"w{n} is w1.",
+            "answers": {"text": ["w1"], "answer_start": [6]},
+        },
     ),
     "trl-lib/ultrafeedback-prompt": (
         None,
@@ -129,7 +170,10 @@ def hub(tmp_path_factory):
 
 
 def stand_ins(file, hub, output_dir, processes=1):
-    """What is put in place of a recipe's own: models, dataset, lengths and batch sizes. All else is the file's."""
+    """What is put in place of a recipe's own: models, dataset, lengths and batch sizes.
+
+    All else is the file's.
+    """
     given = yaml.safe_load(file.read_text())
     local = RECIPES.parent / given["dataset_name"]
     ours = {
@@ -191,19 +235,31 @@ def test_recipe_runs_with_the_settings_of_its_file(file, hub, tmp_path, made):
     log = trainer.state.log_history
     assert trainer.state.global_step == 2 and trainer.state.num_input_tokens_seen > 0
     steps = [entry for entry in log if "loss" in entry]
-    assert [entry["step"] for entry in steps] == [1, 2] and all(math.isfinite(entry["loss"]) for entry in steps)
+    assert [entry["step"] for entry in steps] == [1, 2] and all(
+        math.isfinite(entry["loss"]) for entry in steps
+    )
     assert any("eval_reward" in entry for entry in log)
-    assert log[0]["kl"] == 0 and log[0]["ratio/max"] == 1  # the first step is exact on every architecture
+    # the first step is exact on every architecture
+    assert log[0]["kl"] == 0 and log[0]["ratio/max"] == 1
     assert math.isfinite(log[0]["reward"])
     saved = {path.name for path in (tmp_path / "run").iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "checkpoint-2"} <= saved
-    assert ("value_head.safetensors" in saved) == (given["critic"] != "none" if "critic" in given else True)
+    assert {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "README.md",
+        "checkpoint-2",
+    } <= saved
+    assert ("value_head.safetensors" in saved) == (
+        given["critic"] != "none" if "critic" in given else True
+    )
     check_quantised(given, trainer)
 
 
 def check_quantised(given, trainer):
     base = trainer.actor_critic.policy.get_base_model()
-    assert any(isinstance(module, Linear4bit) for module in base.modules()) == given.get("load_in_4bit", False)
+    assert any(isinstance(module, Linear4bit) for module in base.modules()) == given.get(
+        "load_in_4bit", False
+    )
     for reward in trainer.reward_funcs:
         if isinstance(reward, torch.nn.Module):
             quantised = any(isinstance(module, Linear4bit) for module in reward.modules())
@@ -228,25 +284,38 @@ def test_tldr_has_the_settings_of_n_plus():
 
 
 def test_table_marks_recipes_that_have_not_run():
-    rows = re.findall(r"^\| \[\w+\]\((\S+)\) .* \| (\S.*) \|$", (RECIPES / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| \[\w+\]\((\S+)\) .* \| (\S.*) \|$", (RECIPES / "README.md").read_text(), re.MULTILINE
+    )
     assert {Path(page).parent.name for page, _ in rows} >= {file.parent.name for file in FILES}
     for page, mark in rows:
-        assert mark == ("**not run**" if "not measured at full size" in (RECIPES / page).read_text() else "run"), page
+        assert mark == (
+            "**not run**" if "not measured at full size" in (RECIPES / page).read_text() else "run"
+        ), page
 
 
 def test_gsm8k_rewards_parse_answers(monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES / "gsm8k"))
     from gsm8k_task import answered, correct, number
 
-    assert [number(text) for text in ("#### 1,234", "#### -2.5", "####$7", "72", "#### 1 #### 3 .")] == [
+    assert [
+        number(text) for text in ("#### 1,234", "#### -2.5", "####$7", "72", "#### 1 #### 3 .")
+    ] == [
         1234.0,
         -2.5,
         7.0,
         None,
         3.0,
     ]
-    said = [[{"role": "assistant", "content": text}] for text in ("so #### 4", "so 4", "so #### 5", "")]
-    assert correct(completions=said, answer=["2+2=<<2+2=4>>4\n#### 4"] * 4, prompts=[]) == [1.0, 0.0, 0.0, 0.0]
+    said = [
+        [{"role": "assistant", "content": text}] for text in ("so #### 4", "so 4", "so #### 5", "")
+    ]
+    assert correct(completions=said, answer=["2+2=<<2+2=4>>4\n#### 4"] * 4, prompts=[]) == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
     assert correct(completions=said[1:2], answer=["nothing"]) == [0.0]
     assert answered(completions=said) == [1.0, 0.0, 1.0, 0.0]
 
@@ -258,15 +327,31 @@ def test_calculator_evaluates_arithmetic_and_nothing_else(monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES / "calculator"))
     from calculator import calculate, correct
 
-    expressions = {"(3 + 4) * 2.5": "17.5", "0.1 + 0.2": "0.3", " -7 // 2 % 3 ": "2", "123456 * 1000": "123456000"}
+    expressions = {
+        "(3 + 4) * 2.5": "17.5",
+        "0.1 + 0.2": "0.3",
+        " -7 // 2 % 3 ": "2",
+        "123456 * 1000": "123456000",
+    }
     assert {text: calculate(text) for text in expressions} == expressions
-    for text in ("__import__('os').getcwd()", "2 ** 9", "'a' * 9", "True + 1", "[1][0]", "x", "1j", "1 if 1 else 2"):
+    for text in (
+        "__import__('os').getcwd()",
+        "2 ** 9",
+        "'a' * 9",
+        "True + 1",
+        "[1][0]",
+        "x",
+        "1j",
+        "1 if 1 else 2",
+    ):
         with pytest.raises(ValueError, match="only numbers"):
             calculate(text)
     for text in ("1 +", "1 / 0", "1" * 201):
         with pytest.raises((SyntaxError, ArithmeticError, ValueError)):
             calculate(text)
-    said = [[{"content": "#### 4"}, {"content": text}] for text in ("so #### 4", "so 4", "#### 5", "")]
+    said = [
+        [{"content": "#### 4"}, {"content": text}] for text in ("so #### 4", "so 4", "#### 5", "")
+    ]
     assert correct(completions=said, answer=["2+2=<<2+2=4>>4\n#### 4"] * 4) == [1.0, 0.0, 0.0, 0.0]
 
 
@@ -279,19 +364,25 @@ def test_wordle_marks_letters_and_rewards_each_guess(monkeypatch):
     game = Wordle()
     game.reset({"secret": "crane"}, seed=0)
     assert game.step("<guess>Crown</guess>") == ("c r o w n\nG G - - Y", 0.2, False)
-    assert game.step("<guess>crown</guess> <guess>crimp</guess>")[1:] == (0.0, False)  # places are paid once
+    # places are paid once
+    assert game.step("<guess>crown</guess> <guess>crimp</guess>")[1:] == (0.0, False)
     assert game.step("crane")[1:] == (-0.1, False)
     assert game.step("<guess> crane </guess>")[1:] == (1.0, True)
     game.reset({"secret": "crane"}, seed=0)
     assert [game.step("")[2] for _ in range(6)] == [False] * 5 + [True]
     words = {
-        split: (RECIPES / "wordle" / "words" / f"{split}.csv").read_text().split()[1:] for split in ("train", "test")
+        split: (RECIPES / "wordle" / "words" / f"{split}.csv").read_text().split()[1:]
+        for split in ("train", "test")
     }
     assert all(re.fullmatch("[a-z]{5}", word) for split in words.values() for word in split)
     assert not {*words["train"]} & {*words["test"]}
 
 
-PASSAGES = ["Lima is the capital of Peru.", "The capital of Chad is N'Djamena.", "A capital is a city of a country."]
+PASSAGES = [
+    "Lima is the capital of Peru.",
+    "The capital of Chad is N'Djamena.",
+    "A capital is a city of a country.",
+]
 
 
 def test_search_ranks_passages_and_rewards_turns(monkeypatch):
@@ -301,14 +392,18 @@ def test_search_ranks_passages_and_rewards_turns(monkeypatch):
     assert index.top("Capital of Peru", 1) == PASSAGES[:1] and index.top("nothing known", 2) == []
     monkeypatch.setattr(search, "index", lambda: index)
     monkeypatch.setattr(search, "PASSAGES", 1)
-    find, right = call("search", query="Peru"), call("answer", text="the lima!")
+    find = call("search", query="Peru")
+    right = call("answer", text="the lima!")
     turns = {"Chad": [find, call("answer", text="Lima")], "Peru": [find, find, right, "too late"]}
     answers = [{"text": ["N'Djamena"]}, {"text": ["Lima"]}]
     rows = [
-        search.to_prompt({"question": f"The capital of {name}?"}) | {"answers": x} for name, x in zip(turns, answers)
+        search.to_prompt({"question": f"The capital of {name}?"}) | {"answers": x}
+        for name, x in zip(turns, answers)
     ]
     chad, peru = player_of(turns, rows, factory=search.Search).play(rows, [7, 7])
-    assert [reward for _, reward in peru.rewards] == [0.2, 0.0, 1.0] and peru.messages[1]["content"] == PASSAGES[0]
+    assert [reward for _, reward in peru.rewards] == [0.2, 0.0, 1.0] and peru.messages[1][
+        "content"
+    ] == PASSAGES[0]
     assert [reward for _, reward in chad.rewards] == [0.0, 0.0] and peru.turns == 3
 
 
@@ -326,7 +421,9 @@ def test_offline_twin_samples_turns_from_beginning_to_end(name, offline, tmp_pat
     twin.train()
     logs = twin.state.log_history[0]
     assert logs["ratio/max"] == 1 and logs["episodes/turns"] > 1
-    assert name == "wordle" or (logs["tools/call_frequency"] > 0 and logs["tools/failure_frequency"] == 0)
+    assert name == "wordle" or (
+        logs["tools/call_frequency"] > 0 and logs["tools/failure_frequency"] == 0
+    )
 
 
 @pytest.mark.slow
@@ -340,13 +437,23 @@ def test_offline_twin_learns_what_its_readme_says(name, offline, tmp_path):
     assert rewards[0] == pytest.approx(first, abs=0.15) and rewards[-1] > last - 0.2
 
 
-QWEN_7B = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+QWEN_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+}
 QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False}
 QWEN_1_5B = QWEN_7B | {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960}
 QWEN_1_5B |= {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True}
 QWEN_0_5B = QWEN_1_5B | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
 QWEN_0_5B |= {"num_attention_heads": 14}
-LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+}
 LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "num_labels": 1}
 
 
@@ -364,17 +471,32 @@ LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "num_labels": 
 def test_recipe_for_24_gb_needs_what_its_readme_says(file, shape, tmp_path, capsys):
     """With the real models' shapes: nothing of theirs is needed but their configs."""
     Qwen2Config(**shape, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path / "policy")
-    LlamaConfig(**LLAMA_8B, architectures=["LlamaForSequenceClassification"]).save_pretrained(tmp_path / "reward")
+    LlamaConfig(**LLAMA_8B, architectures=["LlamaForSequenceClassification"]).save_pretrained(
+        tmp_path / "reward"
+    )
     config = RECIPES / f"{file}.yaml"
     page = " ".join((config.parent / "README.md").read_text().split())
-    stated, prompt_length = re.search(r"[Aa]bout (\d+) GiB[^.]* prompts of ([\d,]+) tokens", page).groups()
-    command = ["estimate", "--config", str(config), "--model_name_or_path", str(tmp_path / "policy")]
+    stated, prompt_length = re.search(
+        r"[Aa]bout (\d+) GiB[^.]* prompts of ([\d,]+) tokens", page
+    ).groups()
+    command = [
+        "estimate",
+        "--config",
+        str(config),
+        "--model_name_or_path",
+        str(tmp_path / "policy"),
+    ]
     if shape is QWEN_7B:
         command += ["--reward_funcs", str(tmp_path / "reward")]
-    assert cli.main([*command, "--memory", "24", "--prompt_length", prompt_length.replace(",", "")]) == 0
+    assert (
+        cli.main([*command, "--memory", "24", "--prompt_length", prompt_length.replace(",", "")])
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "fits in" in shown
-    assert float(re.search(r"([\d.]+) GiB with context", shown)[1]) == pytest.approx(float(stated), rel=0.1)
+    assert float(re.search(r"([\d.]+) GiB with context", shown)[1]) == pytest.approx(
+        float(stated), rel=0.1
+    )
 
 
 # ---- how processes are started ----
@@ -383,7 +505,9 @@ def test_recipe_for_24_gb_needs_what_its_readme_says(file, shape, tmp_path, caps
 @pytest.mark.parametrize("file", ACCELERATE, ids=lambda file: file.stem)
 def test_accelerate_config_is_read_by_accelerate(file):
     config = load_config_from_file(str(file))
-    kind = {"ddp": "MULTI_GPU", "multi_node": "MULTI_GPU", "cpu_2_processes": "MULTI_GPU"}.get(file.stem, "NO")
+    kind = {"ddp": "MULTI_GPU", "multi_node": "MULTI_GPU", "cpu_2_processes": "MULTI_GPU"}.get(
+        file.stem, "NO"
+    )
     kind = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}.get(file.stem, kind)
     assert config.distributed_type.value == kind
     assert config.fsdp_config.get("fsdp_version") == (2 if file.stem == "fsdp2" else None)
@@ -394,10 +518,19 @@ def test_accelerate_config_is_read_by_accelerate(file):
 
 def start(config, options, told, **variables):
     """What a README says, with what makes it run on CPUs."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), *options]
+    launcher = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(config),
+        *options,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     command = [*launcher, str(RECIPES / "ppo.py"), *told]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def free_port():
@@ -416,7 +549,9 @@ TWO = ["--num_processes", "2", "--mixed_precision", "no"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, options", [("cpu_2_processes", []), ("zero2", TWO), ("zero3", TWO), ("fsdp2", TWO)])
+@pytest.mark.parametrize(
+    "name, options", [("cpu_2_processes", []), ("zero2", TWO), ("zero3", TWO), ("fsdp2", TWO)]
+)
 def test_two_processes_launch_as_in_the_readme(hub, tmp_path, name, options):
     file = RECIPES / "chat_multi_gpu" / "ppo.yaml"
     _, ours = stand_ins(file, hub, tmp_path / "run", processes=2)
@@ -428,7 +563,9 @@ def test_two_processes_launch_as_in_the_readme(hub, tmp_path, name, options):
             variables["REWARD_MODEL"] = str(ours["reward_funcs"])
             ours["reward_funcs"] = "served_reward.reward"
         told = ["--config", str(file), *arguments(ours)]
-        assert "Saved in" in finish(start(RECIPES / "accelerate" / f"{name}.yaml", options, told, **variables))
+        assert "Saved in" in finish(
+            start(RECIPES / "accelerate" / f"{name}.yaml", options, told, **variables)
+        )
     state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["global_step"] == 2
     settings = json.loads((tmp_path / "run" / "ppo_state.json").read_text())["settings"]

@@ -35,11 +35,28 @@ def run(tmp_path):
         "ended": True,
     }
     plain = row | {"turns": [turn("", "whole", 1.0)]}
-    sheets = [("train", 2, [row | {"prompt": "early"}]), ("train", 4, [row, row | {"ended": False}, plain])]
-    begun = {"config": {"gamma": 1.0}} | {name: {} for name in ("trainer_config", "environment", "plan")}
-    entries = [{"kind": "run", "time": 1.0, "step": 0, "model": None, "max_steps": 4, "changed": [], **begun}]
+    sheets = [
+        ("train", 2, [row | {"prompt": "early"}]),
+        ("train", 4, [row, row | {"ended": False}, plain]),
+    ]
+    begun = {"config": {"gamma": 1.0}} | {
+        name: {} for name in ("trainer_config", "environment", "plan")
+    }
+    entries = [
+        {
+            "kind": "run",
+            "time": 1.0,
+            "step": 0,
+            "model": None,
+            "max_steps": 4,
+            "changed": [],
+            **begun,
+        }
+    ]
     for mode, step, rows in [*sheets, ("eval", 4, [row | {"prompt": "held out"}])]:
-        entries.append({"kind": "completions", "time": 2.0, "step": step, "mode": mode, "rows": rows})
+        entries.append(
+            {"kind": "completions", "time": 2.0, "step": step, "mode": mode, "rows": rows}
+        )
     (tmp_path / "run_log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return str(tmp_path)
 
@@ -89,7 +106,8 @@ def test_replay_of_a_completion_has_its_value_and_advantage(tmp_path):
     seen = rollouts_of(built)
     built.train()
     rollout, samples = seen[-1]
-    value, advantage = samples.values[1, 0].item(), rollout.advantages[1, 0].item()
+    value = samples.values[1, 0].item()
+    advantage = rollout.advantages[1, 0].item()
     score = samples.scored.totals[1].item()
     expected = f"completion  reward {score:.4g}  value {value:.4g}  advantage {advantage:.4g}\n"
     assert expected in replay(str(tmp_path), 1)

@@ -64,7 +64,8 @@ def test_functions_log_columns_and_metrics(tmp_path, capsys):
 
 
 def test_asynchronous_functions_share_one_loop_over_rollouts():
-    slots, loops = asyncio.Semaphore(1), set()
+    slots = asyncio.Semaphore(1)
+    loops = set()
 
     async def reward(completions, **kwargs):
         loops.add(asyncio.get_running_loop())
@@ -89,7 +90,8 @@ def test_judge_inside_an_asynchronous_reward_does_not_wait_for_itself():
     assert collect_scores([FunctionReward(outer)], batch())[0].totals.tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])  # of `exit()` in the code of a completion
+# of `exit()` in the code of a completion
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_reward_that_exits_fails_as_with_an_error(is_async, error):
     def exits(**kwargs):
@@ -105,7 +107,8 @@ def test_reward_that_exits_fails_as_with_an_error(is_async, error):
 
 
 def test_what_a_reward_changes_stays_its_own():
-    chat, seen = [{"role": "user", "content": "w1"}], []
+    chat = [{"role": "user", "content": "w1"}]
+    seen = []
 
     def changes(prompts, completions, completion_ids, answers, **kwargs):
         for prompt, ids, answer in zip(prompts, completion_ids, answers):
@@ -115,11 +118,16 @@ def test_what_a_reward_changes_stays_its_own():
         return [1.0] * len(prompts)
 
     def reads(**kwargs):
-        assert all(kwargs[name] == getattr(given, name) for name in ("prompts", "completions", "completion_ids"))
+        assert all(
+            kwargs[name] == getattr(given, name)
+            for name in ("prompts", "completions", "completion_ids")
+        )
         return [2.0 if answer else 0.0 for answer in kwargs["answers"]]
 
     # the completions of a prompt share its row
-    given = ScoringBatch([chat] * 3, ["a", "b", "c"], [[5], [5, 6], [7, 8, 9]], {"answers": [["yes"]] * 3})
+    given = ScoringBatch(
+        [chat] * 3, ["a", "b", "c"], [[5], [5, 6], [7, 8, 9]], {"answers": [["yes"]] * 3}
+    )
     first, second = collect_scores([FunctionReward(changes), FunctionReward(reads)], given)
     assert seen == [2] * 3 and second.totals.tolist() == [2.0] * 3
     assert first.tokens.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]  # at their last tokens
@@ -164,14 +172,22 @@ def test_metric_with_a_name_of_the_trainer_raises(tmp_path):
         log_metric("kl", 1.0)
         return length_reward(completion_ids)
 
-    with pytest.raises(RewardError, match="`log_metric` got the name 'kl', which the trainer logs itself"):
+    with pytest.raises(
+        RewardError, match="`log_metric` got the name 'kl', which the trainer logs itself"
+    ):
         trainer(tmp_path, reward_funcs=reward, max_steps=1).train()
 
 
 def test_every_logged_name_is_reserved(tmp_path):
-    reward, other = length_reward, gives(*[1.0] * 8)
+    reward = length_reward
+    other = gives(*[1.0] * 8)
     other.name = "other"
-    settings = {"monitor_funcs": other, "eval_dataset": prompts(8), "dual_clip": 3.0, "target_kl": 1.0}
+    settings = {
+        "monitor_funcs": other,
+        "eval_dataset": prompts(8),
+        "dual_clip": 3.0,
+        "target_kl": 1.0,
+    }
     built = trainer(tmp_path, reward_funcs=[reward, reward], num_generations=2, **settings)
     built.evaluate()
     built.train()
@@ -185,7 +201,9 @@ def test_extra_column_of_another_length_names_it(tmp_path):
         log_extra("note", ["x"] * (len(completion_ids) - 1))
         return length_reward(completion_ids)
 
-    with pytest.raises(RewardError, match=r"`log_extra` must get one value per completion in 'note', got 7 for 8"):
+    with pytest.raises(
+        RewardError, match=r"`log_extra` must get one value per completion in 'note', got 7 for 8"
+    ):
         trainer(tmp_path, reward_funcs=reward, max_steps=1).train()
 
 
@@ -196,7 +214,8 @@ def spaced_tokenizer():
     """A tokenizer of sentencepiece's kind: the space before a word is a part of its token."""
     plain = tokenizer(words=[f"▁{word}" for word in WORDS])
     inner = plain.backend_tokenizer
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Metaspace()
     return plain
 
 
@@ -204,7 +223,9 @@ def spaced_tokenizer():
 def test_completion_is_the_continuation_of_its_prompt(tmp_path, make):
     def reward(prompts, completions, completion_ids, **kwargs):
         ids = [p + c for p, c in zip(make()(prompts)["input_ids"], completion_ids)]
-        assert [p + c for p, c in zip(prompts, completions)] == make().batch_decode(ids, skip_special_tokens=True)
+        assert [p + c for p, c in zip(prompts, completions)] == make().batch_decode(
+            ids, skip_special_tokens=True
+        )
         assert all(re.fullmatch(r"( (w\d+|<unk>))*", text) for text in completions)
         return length_reward(completion_ids)
 
@@ -233,13 +254,21 @@ def test_completion_without_a_score_is_skipped_and_counted(tmp_path):
     failing.train()
     assert all(torch.equal(x, weights(failing)[name]) for name, x in weights(built).items())
     counts = [sum(ids[0] % 2 for ids in samples.batch.completion_ids) for _, samples in rollouts]
-    assert [log["unscored_completions"] for log in built.state.log_history if "reward" in log] == counts
-    assert sum(counts) > 0 and all(samples.scored.unscored.sum() == n for n, (_, samples) in zip(counts, rollouts))
-    assert {log["unscored_completions"] for log in failing.state.log_history if "reward" in log} == {0}
+    assert [
+        log["unscored_completions"] for log in built.state.log_history if "reward" in log
+    ] == counts
+    assert sum(counts) > 0 and all(
+        samples.scored.unscored.sum() == n for n, (_, samples) in zip(counts, rollouts)
+    )
+    assert {
+        log["unscored_completions"] for log in failing.state.log_history if "reward" in log
+    } == {0}
 
 
 def test_rollout_without_any_score_warns_and_changes_no_weight(tmp_path, caplog):
-    built = trainer(tmp_path, reward_funcs=lambda completions, **kwargs: [None] * len(completions), max_steps=4)
+    built = trainer(
+        tmp_path, reward_funcs=lambda completions, **kwargs: [None] * len(completions), max_steps=4
+    )
     before = weights(built)
     built.train()
     assert "No reward applies to any of 8 completions" in caplog.text
@@ -250,7 +279,11 @@ def test_rollout_without_any_score_warns_and_changes_no_weight(tmp_path, caplog)
 
 
 def test_token_rewards_enter_where_they_belong():
-    scores = read_scores("r", [[0.5, 0.0, 2.0], [(0, 1.0), (numpy.int64(2), -1.0), (2, 0.5)], 3.0, None], [3, 3, 2, 1])
+    scores = read_scores(
+        "r",
+        [[0.5, 0.0, 2.0], [(0, 1.0), (numpy.int64(2), -1.0), (2, 0.5)], 3.0, None],
+        [3, 3, 2, 1],
+    )
     assert scores.tokens[:3].tolist() == [[0.5, 0, 2], [1, 0, -0.5], [0, 3, 0]]
     assert scores.totals[:3].tolist() == [2.5, 0.5, 3.0] and scores.totals[3].isnan()
 
@@ -277,19 +310,27 @@ def test_step_rewards_reach_the_tokens_before_them_only(tmp_path):
     def reward(completion_ids, **kwargs):
         return [[(0, 5.0)] for _ in completion_ids]
 
-    built = trainer(tmp_path, reward_funcs=reward, whiten_advantages=False, kl_coef=0.0, lam=1.0, max_steps=1)
+    built = trainer(
+        tmp_path, reward_funcs=reward, whiten_advantages=False, kl_coef=0.0, lam=1.0, max_steps=1
+    )
     rollouts = rollouts_of(built)
     built.train()
-    returns, mask = rollouts[0][1].returns, rollouts[0][0].response_mask
+    returns = rollouts[0][1].returns
+    mask = rollouts[0][0].response_mask
     assert (returns[:, 0] == 5).all() and not returns[:, 1:][mask[:, 1:]].any()
 
 
 def test_normalizing_scales_rewards_where_they_enter(tmp_path):
-    """Only the part at last tokens is centered, in every completion alike, also in one without rewards before."""
+    """Only the part at last tokens is centered, in every completion alike, also in one without
+    rewards before."""
 
     def reward(completion_ids, **kwargs):
         return [
-            [(0, 30.0 * (sum(ids) % 2)), (len(ids) // 2, float(ids[0])), (len(ids) - 1, 0.5 * len(ids))]
+            [
+                (0, 30.0 * (sum(ids) % 2)),
+                (len(ids) // 2, float(ids[0])),
+                (len(ids) - 1, 0.5 * len(ids)),
+            ]
             for ids in completion_ids
         ]
 
@@ -297,14 +338,18 @@ def test_normalizing_scales_rewards_where_they_enter(tmp_path):
     built = trainer(tmp_path, reward_funcs=reward, normalize_rewards=True, **plain)
     rollouts = rollouts_of(built)
     built.train()
-    seen_totals, seen_ends = torch.tensor([]), torch.tensor([])
+    seen_totals = torch.tensor([])
+    seen_ends = torch.tensor([])
     for rollout, samples in rollouts:
         last = rollout.response_mask.sum(1, keepdim=True) - 1
         tokens = samples.scored.tokens
         ends = tokens.gather(1, last)
-        seen_totals, seen_ends = torch.cat([seen_totals, tokens.sum(1)]), torch.cat([seen_ends, ends])
+        seen_totals = torch.cat([seen_totals, tokens.sum(1)])
+        seen_ends = torch.cat([seen_ends, ends])
         shaped = tokens.scatter_add(1, last, -seen_ends.mean().expand_as(ends)) / seen_totals.std()
-        torch.testing.assert_close(rollout.returns, shaped.flip(1).cumsum(1).flip(1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            rollout.returns, shaped.flip(1).cumsum(1).flip(1), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_normalizing_leaves_no_reward_at_the_ends_of_what_is_earned_before(tmp_path):
@@ -318,7 +363,9 @@ def test_normalizing_leaves_no_reward_at_the_ends_of_what_is_earned_before(tmp_p
     built.train()
     (rollout, samples), deviation = rollouts[0], built.run_state.scores[""].sample_deviation
     torch.testing.assert_close(rollout.returns[:, 0], samples.scored.totals / deviation)
-    torch.testing.assert_close(rollout.returns[:, 1:], torch.zeros_like(rollout.returns[:, 1:]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        rollout.returns[:, 1:], torch.zeros_like(rollout.returns[:, 1:]), rtol=0, atol=1e-5
+    )
 
 
 def spread(completion_ids, **kwargs):
@@ -330,10 +377,17 @@ def penalty(completion_ids, **kwargs):
 
 
 def test_scores_spread_over_tokens_are_refused_for_a_critic_that_reads_them(tmp_path):
-    sizes = {"per_device_train_batch_size": 16, "generation_kwargs": {"min_new_tokens": 3}, "max_steps": 1}
+    sizes = {
+        "per_device_train_batch_size": 16,
+        "generation_kwargs": {"min_new_tokens": 3},
+        "max_steps": 1,
+    }
     with pytest.raises(ValueError, match=r"spread over tokens.*return one number per completion"):
         trainer(tmp_path / "side", reward_funcs=spread, **sizes).train()
-    for name, given in {"head": {"reward_funcs": spread, "critic": "head"}, "same": {"reward_funcs": penalty}}.items():
+    for name, given in {
+        "head": {"reward_funcs": spread, "critic": "head"},
+        "same": {"reward_funcs": penalty},
+    }.items():
         trainer(tmp_path / name, **given, **sizes).train()
 
 
@@ -349,13 +403,20 @@ def test_skip_drops_the_completion():
     skipped = score_all(rewards, batch(4), [2.0, 1.0], "skip", 0.5, **ALONE)
     assert skipped.usable.tolist() == [True, True, False, True]
     assert skipped.totals.tolist() == [1.0, 3.0, 0.0, 7.0]
-    assert skipped.failed.tolist() == [[False, False], [False, False], [True, False], [False, False]]
+    assert skipped.failed.tolist() == [
+        [False, False],
+        [False, False],
+        [True, False],
+        [False, False],
+    ]
 
 
 def test_too_many_failures_raise_the_first_cause():
     with pytest.raises(RewardError, match="row 1"):
         score_all([fails_for([1, 2, 3])], batch(4), None, "raise", 1.0, **ALONE)
-    with pytest.raises(RewardError, match=r"failed for 3 of 4 completions.*max_reward_failures=0.5.*row 1"):
+    with pytest.raises(
+        RewardError, match=r"failed for 3 of 4 completions.*max_reward_failures=0.5.*row 1"
+    ):
         score_all([fails_for([1, 2, 3])], batch(4), None, "skip", 0.5, **ALONE)
     score_all([fails_for([1, 2])], batch(4), None, "skip", 0.5, **ALONE)
 
@@ -373,7 +434,13 @@ def test_failures_of_an_evaluation_do_not_end_it(tmp_path):
     def reward(completions, **kwargs):
         return [RewardError("the judge is away") if next(calls) == 1 else 1.0 for _ in completions]
 
-    built = trainer(tmp_path, reward_funcs=reward, eval_dataset=prompts(4), per_device_eval_batch_size=1, **SKIPS)
+    built = trainer(
+        tmp_path,
+        reward_funcs=reward,
+        eval_dataset=prompts(4),
+        per_device_eval_batch_size=1,
+        **SKIPS,
+    )
     calls = itertools.count()
     measured = built.evaluate()
     assert measured["eval_rewards/reward/failed"] == 1 and measured["eval_reward"] == 1
@@ -381,7 +448,8 @@ def test_failures_of_an_evaluation_do_not_end_it(tmp_path):
 
 def test_evaluation_that_failed_leaves_nothing_to_the_next(tmp_path):
     built = trainer(tmp_path, eval_dataset=prompts(4), per_device_eval_batch_size=1)
-    measured, score = built.evaluate()["eval_reward"], built.roles.rewards[0].score
+    measured = built.evaluate()["eval_reward"]
+    score = built.roles.rewards[0].score
     calls = itertools.count()
     built.roles.rewards[0].score = lambda batch: [1e6] if next(calls) < 2 else [None, None]
     with pytest.raises(RewardError, match="returned 2 scores"):
@@ -413,10 +481,13 @@ def test_skipped_completions_get_no_gradient_nor_statistic(tmp_path):
 
     def reward(completion_ids, prompts, **kwargs):
         return [
-            RewardError("no") if len(p.split()) % 2 else float(len(ids)) for p, ids in zip(prompts, completion_ids)
+            RewardError("no") if len(p.split()) % 2 else float(len(ids))
+            for p, ids in zip(prompts, completion_ids)
         ]
 
-    built = trainer(tmp_path, reward_funcs=reward, reward_on_error="skip", max_reward_failures=0.9, max_steps=1)
+    built = trainer(
+        tmp_path, reward_funcs=reward, reward_on_error="skip", max_reward_failures=0.9, max_steps=1
+    )
     rollouts = rollouts_of(built)
     built.train()
     rollout, samples = rollouts[0]
@@ -436,14 +507,17 @@ def test_skipped_completions_get_no_gradient_nor_statistic(tmp_path):
 
 def test_normalized_scores_use_running_mean_and_deviation(tmp_path):
     run = trainer(tmp_path, normalize_rewards=True, kl_coef=0.0, max_steps=8)
-    rollouts, objectives = rollouts_of(run), []
+    rollouts = rollouts_of(run)
+    objectives = []
     run.train()
     seen = torch.tensor([])
     for _, samples in rollouts:
         seen = torch.cat([seen, samples.scored.totals])
         objectives.append(((samples.scored.totals - seen.mean()) / seen.std()).mean().item())
     assert len(rollouts) == 2 and any(objectives)
-    assert [x["objective"] for x in run.state.log_history if "objective" in x] == pytest.approx(objectives, abs=1e-5)
+    assert [x["objective"] for x in run.state.log_history if "objective" in x] == pytest.approx(
+        objectives, abs=1e-5
+    )
     assert run.run_state.scores[""].weight == len(seen)
 
 
@@ -463,7 +537,9 @@ def test_monitored_rewards_are_logged_and_change_nothing(tmp_path):
     monitored.train()
     log = monitored.state.log_history[0]
     assert log["monitor/watched/mean"] == 2 and "monitor/failing/mean" not in log
-    assert all(torch.equal(weights(plain)[name], weight) for name, weight in weights(monitored).items())
+    assert all(
+        torch.equal(weights(plain)[name], weight) for name, weight in weights(monitored).items()
+    )
     assert log["reward"] == plain.state.log_history[0]["reward"]
 
 
@@ -471,7 +547,8 @@ def test_length_correlation_and_repetition_are_logged(tmp_path):
     built = trainer(tmp_path, reward_funcs=[length_reward], max_steps=1)
     rollouts = rollouts_of(built)
     built.train()
-    log, texts = built.state.log_history[0], rollouts[0][1].batch.completions
+    log = built.state.log_history[0]
+    texts = rollouts[0][1].batch.completions
     assert log["reward/length_correlation"] == pytest.approx(1.0, abs=1e-5)
     assert log["completions/repeated_ratio"] == pytest.approx(1 - len(set(texts)) / len(texts))
 
@@ -487,35 +564,73 @@ def test_length_correlation_and_repetition_are_logged(tmp_path):
         ("get_cosine_scaled_reward", {"max_len": 10}, None),
         ("think_format_reward", None, [1.0, 0.0]),
         ("get_repetition_penalty_reward", {"ngram_size": 2}, None),
-        ("get_soft_overlong_punishment", {"max_completion_len": 6, "soft_punish_cache": 2}, [0.0, -1.0]),
+        (
+            "get_soft_overlong_punishment",
+            {"max_completion_len": 6, "soft_punish_cache": 2},
+            [0.0, -1.0],
+        ),
     ],
 )
 def test_every_reward_of_trl_works_unchanged(name, arguments, expected):
-    function = getattr(trl.rewards, name) if arguments is None else getattr(trl.rewards, name)(**arguments)
-    completions = [[{"role": "assistant", "content": text}] for text in (r"<think>a</think>\boxed{4}", r"\boxed{5}")]
+    function = (
+        getattr(trl.rewards, name) if arguments is None else getattr(trl.rewards, name)(**arguments)
+    )
+    completions = [
+        [{"role": "assistant", "content": text}]
+        for text in (r"<think>a</think>\boxed{4}", r"\boxed{5}")
+    ]
     given = ScoringBatch(
-        [[{"role": "user", "content": "2 + 2"}]] * 2, completions, [[5] * 4, [5] * 9], {"solution": [r"\boxed{4}"] * 2}
+        [[{"role": "user", "content": "2 + 2"}]] * 2,
+        completions,
+        [[5] * 4, [5] * 9],
+        {"solution": [r"\boxed{4}"] * 2},
     )
     scored = score_all([FunctionReward(function)], given, None, "raise", 1.0, **ALONE)
     if expected is None:
-        expected = list(function(completions=completions, completion_ids=given.completion_ids, **given.columns))
+        expected = list(
+            function(completions=completions, completion_ids=given.completion_ids, **given.columns)
+        )
     assert scored.rewards[:, 0].tolist() == pytest.approx(expected)
 
 
 def test_groups_that_only_a_penalty_tells_apart_are_kept(tmp_path):
-    settings = {"critic": "none", "num_generations": 2, "kl_coef": 0, "drop_equal_groups": True, "max_steps": 1}
-    run = trainer(tmp_path, None, lambda prompts, **kwargs: [0.0] * len(prompts), missing_eos_penalty=1.0, **settings)
-    write_completions(run, lambda ids: [[5, 6, 7, 8 if place % 2 else 1] for place in range(len(ids))])
+    settings = {
+        "critic": "none",
+        "num_generations": 2,
+        "kl_coef": 0,
+        "drop_equal_groups": True,
+        "max_steps": 1,
+    }
+    run = trainer(
+        tmp_path,
+        None,
+        lambda prompts, **kwargs: [0.0] * len(prompts),
+        missing_eos_penalty=1.0,
+        **settings,
+    )
+    write_completions(
+        run, lambda ids: [[5, 6, 7, 8 if place % 2 else 1] for place in range(len(ids))]
+    )
     run.train()
-    assert run.state.log_history[0]["frac_reward_zero_std"] == 1 and run.state.log_history[0]["grad_norm"] > 0
+    assert (
+        run.state.log_history[0]["frac_reward_zero_std"] == 1
+        and run.state.log_history[0]["grad_norm"] > 0
+    )
 
 
-@pytest.mark.parametrize("choice", [{}, {"advantage_estimator": "rloo"}, {"whiten_advantages": True}], ids=str)
+@pytest.mark.parametrize(
+    "choice", [{}, {"advantage_estimator": "rloo"}, {"whiten_advantages": True}], ids=str
+)
 def test_dropped_groups_leave_the_step_of_the_others(tmp_path, choice):
     """As if the prompts whose completions have equal scores were not in the rollout."""
 
     def step(name, rows, **settings):
-        settings |= {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_steps": 1, "shuffle_dataset": False}
+        settings |= {
+            "num_ppo_epochs": 1,
+            "num_mini_batches": 1,
+            "max_steps": 1,
+            "shuffle_dataset": False,
+        }
         settings |= {
             "critic": "none",
             "num_generations": 2,
@@ -527,11 +642,17 @@ def test_dropped_groups_leave_the_step_of_the_others(tmp_path, choice):
             return [float(ids[0] % 2 or even % 2 == 0) for ids, even in zip(completion_ids, target)]
 
         built = trainer(tmp_path / name, None, reward, prompts().select(rows), **settings | choice)
-        write_completions(built, lambda ids: [[4 + place % 2, *[7] * (len(x) - 1), 1] for place, x in enumerate(ids)])
+        write_completions(
+            built,
+            lambda ids: [[4 + place % 2, *[7] * (len(x) - 1), 1] for place, x in enumerate(ids)],
+        )
         built.train()
         return weights(built), built.state.log_history[0]
 
-    (dropped, logs), (kept, _) = step("all", range(6), drop_equal_groups=True), step("some", [1, 3, 5])
+    (dropped, logs), (kept, _) = (
+        step("all", range(6), drop_equal_groups=True),
+        step("some", [1, 3, 5]),
+    )
     same = step("diluted", range(6))[1]
     assert logs["frac_reward_zero_std"] == same["frac_reward_zero_std"] == 0.5
     torch.testing.assert_close(dropped, kept)

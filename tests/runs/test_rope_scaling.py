@@ -1,4 +1,5 @@
-"""Rotary frequencies that change with the longest row of a forward: no run crosses the length where they do."""
+"""Rotary frequencies that change with the longest row of a forward: no run crosses the length
+where they do."""
 
 from types import SimpleNamespace
 
@@ -47,20 +48,32 @@ def test_logprobs_depend_on_no_other_row_within_the_context(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-@pytest.mark.parametrize("length, message", [(12, "The prompt has 5 tokens, but the context of 16"), (16, "no room")])
+@pytest.mark.parametrize(
+    "length, message", [(12, "The prompt has 5 tokens, but the context of 16"), (16, "no room")]
+)
 def test_run_beyond_the_original_context_raises(tmp_path, kind, length, message):
     trainer(tmp_path, llama(**SCALINGS[kind]), max_completion_length=11)
-    with pytest.raises(PromptError, match=rf"{message}.* rope scaling '{kind}' changes the log-probs"):
+    with pytest.raises(
+        PromptError, match=rf"{message}.* rope scaling '{kind}' changes the log-probs"
+    ):
         trainer(tmp_path, llama(**SCALINGS[kind]), max_completion_length=length)
 
 
 def test_context_is_the_shortest_over_layers():
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": None}
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "pad_token_id": None,
+    }
     scaling = {name: LONG[name] for name in ("rope_type", "short_factor", "long_factor")}
     phi = Phi3Config(**sizes, rope_parameters=scaling, original_max_position_embeddings=ORIGINAL)
     assert context_of(phi)[0] == ORIGINAL
     layers = {"full_attention": LONG, "sliding_attention": {"rope_type": "default"}, "other": None}
-    assert context_of(SimpleNamespace(max_position_embeddings=64, rope_parameters=layers))[0] == ORIGINAL
+    assert (
+        context_of(SimpleNamespace(max_position_embeddings=64, rope_parameters=layers))[0]
+        == ORIGINAL
+    )
     assert context_of(SimpleNamespace(rope_parameters=LONG))[0] == ORIGINAL
     yarn = LONG | {"rope_type": "yarn"}
     assert context_of(SimpleNamespace(max_position_embeddings=64, rope_parameters=yarn)) == (64, "")

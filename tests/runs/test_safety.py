@@ -1,4 +1,5 @@
-"""What others wrote is data: none of their code runs unasked, and weights that do not fit are refused by name."""
+"""What others wrote is data: none of their code runs unasked, and weights that do not fit are
+refused by name."""
 
 import ast
 import json
@@ -12,7 +13,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import config, length_reward, llama, prompts, qwen2, tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 import trl_ppo_ext
 from trl_ppo_ext import PPOTrainer
@@ -26,7 +32,9 @@ from trl_ppo_ext.rewards import RewardAdapter
 def reward_adapter(base, tmp_path_factory):
     path = tmp_path_factory.mktemp("reward")
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-    get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS")).save_pretrained(path)
+    get_peft_model(
+        model, LoraConfig(r=2, target_modules="all-linear", task_type="SEQ_CLS")
+    ).save_pretrained(path)
     return path
 
 
@@ -97,11 +105,19 @@ def edit_json(file, **changes):
 def with_own_code(path, marked, model=None, tokenizer_too=False):
     if model is not None:
         model.save_pretrained(path)
-        autos = {"AutoModelForCausalLM": "own.OwnModel", "AutoModelForSequenceClassification": "own.OwnClassifier"}
-        edit_json(path / "config.json", model_type="own", auto_map={"AutoConfig": "own.OwnConfig"} | autos)
+        autos = {
+            "AutoModelForCausalLM": "own.OwnModel",
+            "AutoModelForSequenceClassification": "own.OwnClassifier",
+        }
+        edit_json(
+            path / "config.json", model_type="own", auto_map={"AutoConfig": "own.OwnConfig"} | autos
+        )
     tokenizer().save_pretrained(path)
     if tokenizer_too:
-        names = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+        names = {
+            "tokenizer_class": "OwnTokenizer",
+            "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]},
+        }
         edit_json(path / "tokenizer_config.json", **names)
     (path / "own.py").write_text(OWN_CODE.format(path=str(marked)))
     return str(path)
@@ -120,7 +136,10 @@ def as_reward(path, tmp_path, **settings):
 @pytest.mark.parametrize("use", [as_policy, as_reward])
 def test_own_code_of_a_model_or_its_tokenizer_runs_on_request_alone(tmp_path, use, tokenizer_too):
     marked = tmp_path / "ran"
-    model = llama(classifier=True, num_labels=1) if use is as_reward else llama()
+    if use is as_reward:
+        model = llama(classifier=True, num_labels=1)
+    else:
+        model = llama()
     (tmp_path / "own").mkdir()
     path = with_own_code(tmp_path / "own", marked, model, tokenizer_too)
     if tokenizer_too:  # the model is a plain one
@@ -132,12 +151,15 @@ def test_own_code_of_a_model_or_its_tokenizer_runs_on_request_alone(tmp_path, us
     assert marked.exists()
 
 
-def test_the_tokenizer_of_a_reward_adapter_never_runs_its_own_code(base, reward_adapter, tmp_path, monkeypatch):
+def test_the_tokenizer_of_a_reward_adapter_never_runs_its_own_code(
+    base, reward_adapter, tmp_path, monkeypatch
+):
     asked = []
     monkeypatch.setattr("builtins.input", lambda *_: asked.append(1) or "y")
     path = copied(reward_adapter, tmp_path / "adapter")
     with_own_code(path, tmp_path / "ran", tokenizer_too=True)
-    args = config(tmp_path / "run", trust_remote_code=True)  # which is about models and tokenizers given as strings
+    # which is about models and tokenizers given as strings
+    args = config(tmp_path / "run", trust_remote_code=True)
     with pytest.raises(ValueError, match="trust_remote_code"):
         PPOTrainer(base, RewardAdapter(str(path)), args, prompts())
     assert not (tmp_path / "ran").exists() and not asked
@@ -147,7 +169,12 @@ def test_the_tokenizer_of_a_reward_adapter_never_runs_its_own_code(base, reward_
 def test_every_loading_is_told_whether_to_trust(base, tmp_path, monkeypatch, trust):
     """None would mean to ask whoever sits at the terminal."""
     told = []
-    for loader in (AutoConfig, AutoTokenizer, AutoModelForCausalLM, AutoModelForSequenceClassification):
+    for loader in (
+        AutoConfig,
+        AutoTokenizer,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    ):
         plain = loader.from_pretrained
 
         def recorded(*args, _plain=plain, _name=loader.__name__, **kwargs):
@@ -157,10 +184,19 @@ def test_every_loading_is_told_whether_to_trust(base, tmp_path, monkeypatch, tru
         monkeypatch.setattr(loader, "from_pretrained", recorded)
     llama(classifier=True, num_labels=1).save_pretrained(tmp_path / "reward")
     tokenizer().save_pretrained(tmp_path / "reward")
-    args = config(tmp_path / "run", reward_quantization="none", **({"trust_remote_code": True} if trust else {}))
+    args = config(
+        tmp_path / "run",
+        reward_quantization="none",
+        **({"trust_remote_code": True} if trust else {}),
+    )
     PPOTrainer(base, str(tmp_path / "reward"), args, prompts())
     ours = {name for name, _ in told}
-    assert ours == {"AutoConfig", "AutoTokenizer", "AutoModelForCausalLM", "AutoModelForSequenceClassification"}
+    assert ours == {
+        "AutoConfig",
+        "AutoTokenizer",
+        "AutoModelForCausalLM",
+        "AutoModelForSequenceClassification",
+    }
     assert {given for _, given in told} == {trust}
 
 
@@ -173,8 +209,26 @@ def sources():
 
 
 def test_the_package_neither_unpickles_nor_evaluates():
-    forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "subprocess"}
-    calls = {"torch.load", "eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "np.load"}
+    forbidden = {
+        "pickle",
+        "cPickle",
+        "dill",
+        "cloudpickle",
+        "joblib",
+        "marshal",
+        "shelve",
+        "subprocess",
+    }
+    calls = {
+        "torch.load",
+        "eval",
+        "exec",
+        "compile",
+        "os.system",
+        "os.popen",
+        "yaml.load",
+        "np.load",
+    }
     for file, tree in sources().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -197,12 +251,16 @@ def only_pickled(path, mark):
 
 def test_a_pickled_reward_adapter_is_refused_and_not_read(base, reward_adapter, tmp_path, mark):
     path = only_pickled(copied(reward_adapter, tmp_path / "adapter"), mark)
-    with pytest.raises(ValueError, match=r"has no adapter_model.safetensors; only safetensors are read"):
+    with pytest.raises(
+        ValueError, match=r"has no adapter_model.safetensors; only safetensors are read"
+    ):
         PPOTrainer(base, RewardAdapter(str(path)), config(tmp_path / "run"), prompts())
 
 
 @pytest.mark.parametrize("critic", ["head", "adapter"])
-def test_a_pickled_critic_is_refused_and_not_read(base, saved, reward_adapter, tmp_path, mark, critic):
+def test_a_pickled_critic_is_refused_and_not_read(
+    base, saved, reward_adapter, tmp_path, mark, critic
+):
     for number, source in enumerate([saved, reward_adapter]):
         path = only_pickled(copied(source, tmp_path / f"critic{number}"), mark)
         with pytest.raises(ValueError, match=r"safetensors"):
@@ -218,14 +276,17 @@ def test_a_pickled_checkpoint_is_refused_and_not_read(base, saved, tmp_path, mar
         PPOTrainer(base, length_reward, args, prompts()).train(resume_from_checkpoint=str(path))
 
 
-@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])
+@pytest.mark.parametrize(
+    "file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"]
+)
 def test_code_in_the_trainers_own_files_is_not_run(base, saved, tmp_path, mark, file):
     path = copied(saved, tmp_path / "checkpoint-2")
     torch.save(mark, path / file)
     seal(path)
     args = like_saved(tmp_path / "run")
     resumed = PPOTrainer(base, length_reward, args, prompts())
-    with suppress(pickle.UnpicklingError, ValueError):  # or it is not read at all; `mark` looks for what was run
+    # or it is not read at all; `mark` looks for what was run
+    with suppress(pickle.UnpicklingError, ValueError):
         resumed.train(resume_from_checkpoint=str(path))
 
 
@@ -270,7 +331,9 @@ def test_weights_of_other_names_are_refused_by_name(base, saved, tmp_path, file,
         PPOTrainer(base, length_reward, args, prompts()).train(resume_from_checkpoint=str(path))
     if "critic" in file or "head" in file:
         with pytest.raises(ValueError, match=message):
-            load_actor_critic(base, config(tmp_path / "run", critic="adapter", critic_init=str(path)))
+            load_actor_critic(
+                base, config(tmp_path / "run", critic="adapter", critic_init=str(path))
+            )
 
 
 @pytest.mark.parametrize(
@@ -283,7 +346,9 @@ def test_weights_of_other_names_are_refused_by_name(base, saved, tmp_path, file,
     ],
     ids=["weights of zeros", "no JSON", "a list", "an unknown type"],
 )
-def test_a_damaged_reward_adapter_is_refused_by_name(base, reward_adapter, tmp_path, file, content, message):
+def test_a_damaged_reward_adapter_is_refused_by_name(
+    base, reward_adapter, tmp_path, file, content, message
+):
     path = copied(reward_adapter, tmp_path / "adapter")
     (path / file).write_bytes(content)
     with pytest.raises(ValueError, match=rf"`{path / file}` {message}.*copy or save it anew"):
@@ -293,13 +358,17 @@ def test_a_damaged_reward_adapter_is_refused_by_name(base, reward_adapter, tmp_p
 
 
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_a_reward_adapter_with_biases_is_refused_and_the_base_keeps_its_own(reward_adapter, tmp_path, bias):
+def test_a_reward_adapter_with_biases_is_refused_and_the_base_keeps_its_own(
+    reward_adapter, tmp_path, bias
+):
     path = copied(reward_adapter, tmp_path / "adapter")
     edit_json(path / "adapter_config.json", bias=bias)
     model = qwen2()  # it has biases
     before = {name: x.clone() for name, x in model.named_parameters()}
     reward = RewardAdapter(str(path), check_base=False)
-    with pytest.raises(ValueError, match=f"has `bias='{bias}'`: it would put its biases into the base"):
+    with pytest.raises(
+        ValueError, match=f"has `bias='{bias}'`: it would put its biases into the base"
+    ):
         PPOTrainer(model, reward, config(tmp_path / "run"), prompts(), processing_class=tokenizer())
     after = {name.replace("base_layer.", ""): x for name, x in model.named_parameters()}
     assert all(torch.equal(x, after[name]) for name, x in before.items())
@@ -311,7 +380,9 @@ NAMES = ["../../outside", "/tmp/a.b\n[red]☃", "default", ""]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_reward_adapter_of_any_name_scores_and_writes_nothing_outside(base, reward_adapter, tmp_path, name, capsys):
+def test_a_reward_adapter_of_any_name_scores_and_writes_nothing_outside(
+    base, reward_adapter, tmp_path, name, capsys
+):
     run = tmp_path / "deep" / "down" / "run"
     args = config(run, max_steps=2, save_strategy="steps", save_steps=2, log_completions=True)
     built = PPOTrainer(base, RewardAdapter(str(reward_adapter), name=name), args, prompts())

@@ -1,4 +1,5 @@
-"""The demo's stages on a tiny model: its reward model learns what it is taught, and PPO runs on it in 4 bits."""
+"""The demo's stages on a tiny model: its reward model learns what it is taught, and PPO runs on
+it in 4 bits."""
 
 from pathlib import Path
 
@@ -28,7 +29,10 @@ def base(tmp_path, monkeypatch):
 
 def liked(completions, **kwargs):
     """Whether the last word has an even number below ten."""
-    return [float(text.split()[-1][1:] in ("0", "2", "4", "6", "8")) if text.split() else 0.0 for text in completions]
+    return [
+        float(text.split()[-1][1:] in ("0", "2", "4", "6", "8")) if text.split() else 0.0
+        for text in completions
+    ]
 
 
 def test_reward_model_learns_from_the_score_at_every_token(base, monkeypatch):
@@ -46,7 +50,8 @@ def test_score_of_a_token_is_that_of_the_text_so_far(base):
     from reward_model import collate, example
 
     row = example(tokenizer(), "w1 w3", "w2 w5 w4")
-    assert torch.tensor(row["labels"]).nan_to_num(-1).tolist() == [-1, -1, 1, 0, 1, 1]  # the last is at EOS
+    # the last is at EOS
+    assert torch.tensor(row["labels"]).nan_to_num(-1).tolist() == [-1, -1, 1, 0, 1, 1]
     padded = collate([row, example(tokenizer(), "w1", "w6")])
     assert padded["input_ids"].shape == padded["labels"].shape == (2, 6)
     assert (~padded["labels"].isnan()).sum(1).tolist() == [4, 2]
@@ -59,7 +64,12 @@ def test_all_stages_run_in_turn(base, monkeypatch, capsys):
     monkeypatch.setattr(reward_model, "TRAINED", 16)
     monkeypatch.setattr(reward_model, "MEASURED", 8)
     monkeypatch.setattr(demo, "base_model", lambda: base)
-    sizes = {"max_steps": 2, "generation_batch_size": 8, "per_device_train_batch_size": 4, "max_completion_length": 4}
+    sizes = {
+        "max_steps": 2,
+        "generation_batch_size": 8,
+        "per_device_train_batch_size": 4,
+        "max_completion_length": 4,
+    }
     monkeypatch.setattr(demo, "SETTINGS", demo.SETTINGS | sizes)
     trainers = []
 
@@ -69,7 +79,9 @@ def test_all_stages_run_in_turn(base, monkeypatch, capsys):
 
     monkeypatch.setattr(demo, "PPOTrainer", build)
     demo.main()
-    assert any(isinstance(module, Linear4bit) for module in trainers[0].roles.rewards[0].model.modules())
+    assert any(
+        isinstance(module, Linear4bit) for module in trainers[0].roles.rewards[0].model.modules()
+    )
     printed = capsys.readouterr().out
     assert printed.count("\n  before ") == printed.count("\n  after ") == 10
     assert "distinct words" in printed and Path("runs/reviews/ppo/report.html").exists()

@@ -1,4 +1,5 @@
-"""Statistics of whole runs whose truth is known: where credit is, what a critic knows, one score that is broken."""
+"""Statistics of whole runs whose truth is known: where credit is, what a critic knows, one score
+that is broken."""
 
 import json
 
@@ -8,14 +9,21 @@ from runs_of_tiny import rollouts_of, trainer, write_completions
 
 from trl_ppo_ext.ppo.state import RunState
 
-SIZES = {"per_device_train_batch_size": 16, "num_mini_batches": 1, "num_ppo_epochs": 1, "kl_coef": 0.0}
+SIZES = {
+    "per_device_train_batch_size": 16,
+    "num_mini_batches": 1,
+    "num_ppo_epochs": 1,
+    "kl_coef": 0.0,
+}
 
 
 class Costly:
-    """Four turns, each of which costs; the length of the first answer decides whether the last one pays."""
+    """Four turns, each of which costs; the length of the first answer decides whether the last
+    one pays."""
 
     def reset(self, row, seed):
-        self.turn, self.wins = 0, False
+        self.turn = 0
+        self.wins = False
         return " first"
 
     def step(self, text):
@@ -73,7 +81,9 @@ def test_several_environments_have_a_unit_each_with_normalized_rewards(tmp_path)
     is_large = rewards < -4
     for name, chosen in (("paid", ~is_large), ("large", is_large)):
         assert run.run_state.scores[name].weight == chosen.sum() == 8
-        assert run.run_state.scores[name].sample_deviation == pytest.approx(rewards[chosen].std().item())
+        assert run.run_state.scores[name].sample_deviation == pytest.approx(
+            rewards[chosen].std().item()
+        )
     restored = RunState.from_json(json.loads(json.dumps(run.run_state.to_json())))
     assert restored.scores == run.run_state.scores
     deviations = [seen[0][1].returns[chosen][:, 0].std().item() for chosen in (is_large, ~is_large)]
@@ -85,7 +95,9 @@ def test_default_lambda_counts_the_steps_of_process_rewards(tmp_path):
         return [[(3, 3.0 * (ids[0] % 2)), (7, float(ids[4] % 3))] for ids in completion_ids]
 
     run = trainer(tmp_path, reward_funcs=steps, **SIZES, max_steps=1)
-    write_completions(run, lambda prompts: [[*range(4 + n % 7, 11 + n % 7), 1] for n in range(len(prompts))])
+    write_completions(
+        run, lambda prompts: [[*range(4 + n % 7, 11 + n % 7), 1] for n in range(len(prompts))]
+    )
     [row] = logs_of(run)
     assert row["lam"] == pytest.approx(0.8 ** (2 / 8))
 
@@ -100,20 +112,32 @@ def test_one_broken_score_does_not_set_the_unit_of_the_others(tmp_path, critic, 
             scores[3] = 1e6
         return scores
 
-    run = trainer(tmp_path, reward_funcs=broken, critic=critic, num_generations=group, **SIZES, max_steps=3)
+    run = trainer(
+        tmp_path, reward_funcs=broken, critic=critic, num_generations=group, **SIZES, max_steps=3
+    )
     seen = rollouts_of(run)
     logs = logs_of(run)
-    assert [row["outlying_completions"] for row in logs] == [float(step == number) for number in range(3)]
+    assert [row["outlying_completions"] for row in logs] == [
+        float(step == number) for number in range(3)
+    ]
     assert 0.1 < run.run_state.returns.unit < 10
     rollout = seen[step][0]
     others = [0, 1, 2, *range(4, 16)]
-    assert 0.1 < rollout.advantages[others].abs().max() < 10 and rollout.old_values[others].abs().max() < 10
+    assert (
+        0.1 < rollout.advantages[others].abs().max() < 10
+        and rollout.old_values[others].abs().max() < 10
+    )
     # it is learned from, up to a bound
     assert rollout.advantages[3].max() == rollout.returns[3].max() == 100
 
 
 def test_solved_task_has_no_advantages_and_explains_nothing(tmp_path):
-    run = trainer(tmp_path, reward_funcs=lambda completion_ids, **_: [0.3] * len(completion_ids), **SIZES, max_steps=3)
+    run = trainer(
+        tmp_path,
+        reward_funcs=lambda completion_ids, **_: [0.3] * len(completion_ids),
+        **SIZES,
+        max_steps=3,
+    )
     seen = rollouts_of(run)
     logs = logs_of(run)
     assert all(not rollout.advantages.any() for rollout, *_ in seen)
@@ -128,10 +152,19 @@ def test_group_baseline_is_that_of_several_completions_per_prompt(tmp_path):
         return [len(prompt) + 0.1 * (ids[0] % 3) for prompt, ids in zip(prompts, completion_ids)]
 
     settings = {"critic": "head", "learning_rate": 1e-9}  # a critic that knows nothing
-    run = trainer(tmp_path / "groups", reward_funcs=by_prompt, **SIZES, **settings, num_generations=4, max_steps=2)
+    run = trainer(
+        tmp_path / "groups",
+        reward_funcs=by_prompt,
+        **SIZES,
+        **settings,
+        num_generations=4,
+        max_steps=2,
+    )
     logs = logs_of(run)
     # less than 1, for it is fitted to three prompts of four completions
     assert logs[1]["value/weight_of_group"] > 0.5 > 0.1 > logs[1]["value/weight_of_critic"]
     assert logs[1]["value/explained_variance"] > 0.5
-    alone = logs_of(trainer(tmp_path / "alone", reward_funcs=by_prompt, **SIZES, **settings, max_steps=2))
+    alone = logs_of(
+        trainer(tmp_path / "alone", reward_funcs=by_prompt, **SIZES, **settings, max_steps=2)
+    )
     assert "value/weight_of_group" not in alone[1] and alone[1]["value/explained_variance"] < 0.1

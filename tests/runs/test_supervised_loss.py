@@ -17,10 +17,14 @@ from trl_ppo_ext.ppo.batch_plan import BatchPlan
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 from supervised_loss import PTXTrainer, tokenize
 
-EOS, COEFFICIENT = 1, 0.7
+EOS = 1
+COEFFICIENT = 0.7
 SETTINGS = {"max_grad_norm": 0.0, "learning_rate": 1e-2, "max_steps": 3}
 PAIRS = [
-    {"prompt": " ".join(WORDS[n : n + 1 + n % 2]), "completion": f" {' '.join(WORDS[n : n + 1 + n % 5])}"}
+    {
+        "prompt": " ".join(WORDS[n : n + 1 + n % 2]),
+        "completion": f" {' '.join(WORDS[n : n + 1 + n % 5])}",
+    }
     for n in range(13)
 ]
 
@@ -45,11 +49,20 @@ class Steps(TrainerCallback):
 
 
 def build(output_dir, kind=PTXTrainer, reward=length_reward, ptx=None, **settings):
-    supervised = {"ptx_dataset": Dataset.from_list(PAIRS), "ptx_coef": COEFFICIENT} if kind is PTXTrainer else {}
+    if kind is PTXTrainer:
+        supervised = {"ptx_dataset": Dataset.from_list(PAIRS), "ptx_coef": COEFFICIENT}
+    else:
+        supervised = {}
     steps = Steps()
     args = config(output_dir, **SETTINGS | settings)
     built = kind(
-        llama(), reward, args, prompts(), processing_class=tokenizer(), callbacks=[steps], **supervised | (ptx or {})
+        llama(),
+        reward,
+        args,
+        prompts(),
+        processing_class=tokenizer(),
+        callbacks=[steps],
+        **supervised | (ptx or {}),
     )
     return built, steps.seen
 
@@ -63,20 +76,34 @@ def run(*args, **kwargs):
 def rows_of_step(step, count, seed=42):
     """Numbers of the rows of an optimizer step: a permutation per pass."""
     size = len(PAIRS)
-    passes = [torch.randperm(size, generator=torch.Generator().manual_seed(seed + n)).tolist() for n in range(20)]
+    passes = [
+        torch.randperm(size, generator=torch.Generator().manual_seed(seed + n)).tolist()
+        for n in range(20)
+    ]
     return [row for order in passes for row in order][step * count : (step + 1) * count]
 
 
 def nll_gradient(built, weights, numbers):
-    """Gradient of transformers' loss of a causal language model, with labels at the completions' tokens only."""
-    policy, encode = built.model.policy, tokenizer()
+    """Gradient of transformers' loss of a causal language model, with labels at the completions'
+    tokens only."""
+    policy = built.model.policy
+    encode = tokenizer()
     rows = [
-        (encode(PAIRS[n]["prompt"])["input_ids"], [*encode(PAIRS[n]["completion"])["input_ids"], EOS]) for n in numbers
+        (
+            encode(PAIRS[n]["prompt"])["input_ids"],
+            [*encode(PAIRS[n]["completion"])["input_ids"], EOS],
+        )
+        for n in numbers
     ]
     longest = max(len(prompt + completion) for prompt, completion in rows)
     padding = [longest - len(prompt + completion) for prompt, completion in rows]
-    ids = torch.tensor([prompt + completion + [0] * n for (prompt, completion), n in zip(rows, padding)])
-    labels = [[-100] * len(prompt) + completion + [-100] * n for (prompt, completion), n in zip(rows, padding)]
+    ids = torch.tensor(
+        [prompt + completion + [0] * n for (prompt, completion), n in zip(rows, padding)]
+    )
+    labels = [
+        [-100] * len(prompt) + completion + [-100] * n
+        for (prompt, completion), n in zip(rows, padding)
+    ]
     mask = torch.tensor([[1] * (longest - n) + [0] * n for n in padding])
     parameters = built.model.policy_parameters()
     with torch.no_grad():
@@ -87,16 +114,26 @@ def nll_gradient(built, weights, numbers):
 
 
 def distance(one, other):
-    difference = math.sqrt(sum((one[name] - other[name]).double().pow(2).sum().item() for name in other))
+    difference = math.sqrt(
+        sum((one[name] - other[name]).double().pow(2).sum().item() for name in other)
+    )
     return difference / math.sqrt(sum(x.double().pow(2).sum().item() for x in other.values()))
 
 
 @pytest.mark.parametrize("size, accumulation", [(4, 1), (2, 2)])
 @pytest.mark.parametrize("aggregation", ["token", "sequence_sum"])
-def test_gradient_without_advantages_is_that_of_transformers_loss(tmp_path, aggregation, size, accumulation):
-    """In every optimizer step, for any micro-batches: the divisor counts the tokens of the whole step."""
+def test_gradient_without_advantages_is_that_of_transformers_loss(
+    tmp_path, aggregation, size, accumulation
+):
+    """In every optimizer step, for any micro-batches: the divisor counts the tokens of the whole
+    step."""
     sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
-    nothing = {"critic": "none", "num_generations": 4, "kl_coef": 0.0, "loss_aggregation": aggregation}
+    nothing = {
+        "critic": "none",
+        "num_generations": 4,
+        "kl_coef": 0.0,
+        "loss_aggregation": aggregation,
+    }
     equal = lambda completion_ids, **kwargs: [1.0] * len(completion_ids)  # noqa: E731
     built, steps = build(tmp_path, reward=equal, max_steps=6, **sizes | nothing)
     built.train()
@@ -109,7 +146,9 @@ def test_gradient_without_advantages_is_that_of_transformers_loss(tmp_path, aggr
 
 
 def test_loss_and_gradient_add_to_those_of_ppo(tmp_path):
-    (one, with_rows), (other, without) = (run(tmp_path / kind.__name__, kind) for kind in (PTXTrainer, PPOTrainer))
+    (one, with_rows), (other, without) = (
+        run(tmp_path / kind.__name__, kind) for kind in (PTXTrainer, PPOTrainer)
+    )
     (weights, gradient), (same, plain) = with_rows[0], without[0]
     assert all(torch.equal(x, same[name]) for name, x in weights.items())
     nll, expected = nll_gradient(one, weights, rows_of_step(0, 4))
@@ -128,7 +167,13 @@ def test_coefficient_of_zero_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("saved", [1, 2], ids=["within a rollout", "between rollouts"])
 def test_run_resumes_bit_for_bit(tmp_path, saved):
-    saving = {"save_strategy": "steps", "save_steps": 1, "num_ppo_epochs": 1, "max_steps": 5, "target_kl": 0.05}
+    saving = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "num_ppo_epochs": 1,
+        "max_steps": 5,
+        "target_kl": 0.05,
+    }
     (whole, one), (again, other) = (build(tmp_path / name, **saving) for name in ("whole", "again"))
     whole.train()
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{saved}"))
@@ -143,9 +188,12 @@ def test_run_resumes_bit_for_bit(tmp_path, saved):
 
 def drawn(built, process_index, num_processes, steps):
     """Learned tokens of a process, by step."""
-    vars(built.plan).update(vars(BatchPlan(4, num_mini_batches=2, num_ppo_epochs=2, num_processes=num_processes)))
+    vars(built.plan).update(
+        vars(BatchPlan(4, num_mini_batches=2, num_ppo_epochs=2, num_processes=num_processes))
+    )
     state = built.accelerator.state
-    index, state.process_index = state.process_index, process_index
+    index = state.process_index
+    state.process_index = process_index
     try:
         found = []
         for step in steps:
@@ -181,7 +229,10 @@ def test_draw_leaves_the_random_state_of_the_run(tmp_path):
 
 
 def test_text_is_learned_from_its_second_token_to_an_eos():
-    assert tokenize({"text": "w0 w1 w2"}, tokenizer(), 64) == {"prompt_ids": [4], "completion_ids": [5, 6, EOS]}
+    assert tokenize({"text": "w0 w1 w2"}, tokenizer(), 64) == {
+        "prompt_ids": [4],
+        "completion_ids": [5, 6, EOS],
+    }
     assert tokenize({"text": "w0 w1 <eos>"}, tokenizer(), 64)["completion_ids"] == [5, EOS]
 
 
@@ -193,22 +244,31 @@ def test_completion_is_learned_and_cut():
 
 def test_chat_ends_as_its_template_ends_it():
     chat = tokenizer([*WORDS, "user", "assistant"], CHAT_TEMPLATE)
-    user, assistant = ({"role": role, "content": text} for role, text in (("user", "w1 w2"), ("assistant", "w3")))
+    user, assistant = (
+        {"role": role, "content": text} for role, text in (("user", "w1 w2"), ("assistant", "w3"))
+    )
     ids = [2, 32, 5, 6, 2, 33, 7]
-    assert tokenize({"messages": [user, assistant]}, chat, 64) == {"prompt_ids": ids[:1], "completion_ids": ids[1:]}
+    assert tokenize({"messages": [user, assistant]}, chat, 64) == {
+        "prompt_ids": ids[:1],
+        "completion_ids": ids[1:],
+    }
     row = {"prompt": [user], "completion": [assistant]}
     assert tokenize(row, chat, 64) == {"prompt_ids": ids[:6], "completion_ids": ids[6:]}
 
 
 def test_tokens_that_merge_over_the_prompts_end_are_learned():
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "a", "b", "c", "ab"])}
+    vocabulary = {
+        token: index for index, token in enumerate(["<pad>", "<eos>", "a", "b", "c", "ab"])
+    }
     inner = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
     letters = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
     found = tokenize({"prompt": "ca", "completion": "bc"}, letters, 64)
     assert found == {"prompt_ids": [4], "completion_ids": [5, 4, EOS]}
 
 
-@pytest.mark.parametrize("row, length", [({"text": "w0 w1"}, 1), ({"prompt": "w0 w1", "completion": " w2"}, 2)])
+@pytest.mark.parametrize(
+    "row, length", [({"text": "w0 w1"}, 1), ({"prompt": "w0 w1", "completion": " w2"}, 2)]
+)
 def test_row_without_a_token_to_learn_raises(row, length):
     with pytest.raises(ValueError, match="No token to learn after the first"):
         tokenize(row, tokenizer(), length)

@@ -24,15 +24,21 @@ class Steps(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
         roles = model.policy_parameters(), model.critic_parameters()
-        norms = [torch.nn.utils.get_total_norm([x.grad for x in role.values()]).item() for role in roles]
+        norms = [
+            torch.nn.utils.get_total_norm([x.grad for x in role.values()]).item() for role in roles
+        ]
         self.norms.append(max(norms))
 
 
 # ---- how often what is seen
 
 
-@pytest.mark.parametrize("accumulation, minibatches, epochs", list(itertools.product((1, 2), (1, 3), (1, 2))))
-def test_optimizer_steps_are_rollouts_times_epochs_times_minibatches(tmp_path, accumulation, minibatches, epochs):
+@pytest.mark.parametrize(
+    "accumulation, minibatches, epochs", list(itertools.product((1, 2), (1, 3), (1, 2)))
+)
+def test_optimizer_steps_are_rollouts_times_epochs_times_minibatches(
+    tmp_path, accumulation, minibatches, epochs
+):
     """And each is clipped, and every completion is seen exactly `num_ppo_epochs` times."""
     steps = Steps()
     built = trainer(
@@ -47,7 +53,8 @@ def test_optimizer_steps_are_rollouts_times_epochs_times_minibatches(tmp_path, a
         max_steps=-1,
         max_grad_norm=1e-3,
     )
-    rollouts, seen = rollouts_of(built), micro_batches_of(built)
+    rollouts = rollouts_of(built)
+    seen = micro_batches_of(built)
     built.train()
     assert len(rollouts) == 2
     assert built.state.global_step == len(steps.norms) == 2 * epochs * minibatches
@@ -76,7 +83,12 @@ def test_first_minibatch_has_ratio_one_and_no_kl_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("family", LOGIT_MAPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models_that_cap_or_scale_logits_train(tmp_path, family, dtype):
-    settings = {"num_ppo_epochs": 1, "max_steps": 2, "bf16": dtype == torch.bfloat16, "kl_estimator": "exact"}
+    settings = {
+        "num_ppo_epochs": 1,
+        "max_steps": 2,
+        "bf16": dtype == torch.bfloat16,
+        "kl_estimator": "exact",
+    }
     built = trainer(tmp_path, with_mapped_logits(family).to(dtype), entropy_coef=0.01, **settings)
     before = weights(built)
     built.train()
@@ -84,13 +96,17 @@ def test_models_that_cap_or_scale_logits_train(tmp_path, family, dtype):
     assert first["kl"] == 0 and first["ratio/mean"] == first["ratio/max"] == 1
     assert second["approx_kl"] > 0 and second["ratio/max"] > 1
     assert all(math.isfinite(x["grad_norm"]) for x in (first, second))
-    assert any(not torch.equal(x, before[name]) for name, x in weights(built).items() if "lora_B" in name)
+    assert any(
+        not torch.equal(x, before[name]) for name, x in weights(built).items() if "lora_B" in name
+    )
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])
 def test_first_ratio_is_one_with_an_exact_kl_in_several_chunks(tmp_path, monkeypatch, placement):
     monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", 2 * 32)  # of two tokens
-    built = trainer(tmp_path, kl_estimator="exact", kl_placement=placement, num_mini_batches=2, max_steps=1)
+    built = trainer(
+        tmp_path, kl_estimator="exact", kl_placement=placement, num_mini_batches=2, max_steps=1
+    )
     built.train()
     log = built.state.log_history[0]
     assert log["kl"] == 0 and log["ratio/mean"] == log["ratio/max"] == 1
@@ -98,7 +114,8 @@ def test_first_ratio_is_one_with_an_exact_kl_in_several_chunks(tmp_path, monkeyp
 
 def test_first_epoch_of_every_rollout_starts_with_ratio_one(tmp_path):
     built = trainer(tmp_path, num_mini_batches=2, max_steps=8)
-    ratios, compute_loss = [], built.compute_loss
+    ratios = []
+    compute_loss = built.compute_loss
 
     def recording(model, inputs, **kwargs):
         with torch.no_grad():
@@ -119,14 +136,20 @@ def gradient_of(built, rollout, rows):
     """Accumulate the gradient of one optimizer step, cut into micro-batches of these rows."""
     built.actor_critic.zero_grad()
     tokens = rollout.policy_tokens.sum(), rollout.response_mask.sum()
-    loss = sum(built.compute_loss(built.actor_critic, MicroBatch(rollout.rows(r), 0, *tokens)) for r in rows)
+    loss = sum(
+        built.compute_loss(built.actor_critic, MicroBatch(rollout.rows(r), 0, *tokens))
+        for r in rows
+    )
     loss.backward()
-    return loss.item(), {n: p.grad.clone() for n, p in built.actor_critic.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        n: p.grad.clone() for n, p in built.actor_critic.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.fixture(scope="module")
 def off_policy(tmp_path_factory):
-    """A trainer some steps away from the rollout it collected, so that ratios, clips and values are not trivial."""
+    """A trainer some steps away from the rollout it collected, so that ratios, clips and values
+    are not trivial."""
     built = trainer(
         tmp_path_factory.mktemp("off_policy"),
         per_device_train_batch_size=8,
@@ -143,7 +166,11 @@ def off_policy(tmp_path_factory):
     built.train()
     rollout = rollouts[0][0]
     lengths = rollout.sequences.completion_lengths
-    assert lengths.min() < lengths.max() and rollout.policy_mask.any() and not rollout.policy_mask.any(1).all()
+    assert (
+        lengths.min() < lengths.max()
+        and rollout.policy_mask.any()
+        and not rollout.policy_mask.any(1).all()
+    )
     return built, rollout
 
 
@@ -212,7 +239,9 @@ def test_rewards_get_columns_and_are_weighted(tmp_path):
     def second(completion_ids, **kwargs):
         return [None if len(ids) > 4 else 10.0 for ids in completion_ids]
 
-    built = trainer(tmp_path, reward_funcs=[first, second], reward_weights=[2.0, 0.1], shuffle_dataset=False)
+    built = trainer(
+        tmp_path, reward_funcs=[first, second], reward_weights=[2.0, 0.1], shuffle_dataset=False
+    )
     rollouts = rollouts_of(built)
     built.train()
     table = prompts()
@@ -227,7 +256,9 @@ def test_rewards_get_columns_and_are_weighted(tmp_path):
 
 
 def test_streaming_dataset_trains_with_max_steps(tmp_path):
-    built = trainer(tmp_path, dataset=prompts(10).to_iterable_dataset(), max_steps=12, dataloader_num_workers=2)
+    built = trainer(
+        tmp_path, dataset=prompts(10).to_iterable_dataset(), max_steps=12, dataloader_num_workers=2
+    )
     assert built.args.dataloader_num_workers == 0  # the stream is read here
     rollouts = rollouts_of(built)
     built.train()
@@ -245,7 +276,10 @@ def test_chat_prompts_reach_rewards_as_messages(tmp_path):
         return [0.0] * len(prompts)
 
     built = trainer(
-        tmp_path, dataset=dataset, reward_funcs=reward, processing_class=tokenizer(chat_template=CHAT_TEMPLATE)
+        tmp_path,
+        dataset=dataset,
+        reward_funcs=reward,
+        processing_class=tokenizer(chat_template=CHAT_TEMPLATE),
     )
     built.train()
     prompt, completion = seen[0]
@@ -279,7 +313,13 @@ def test_evaluation_logs_the_same_metrics_and_trains_nothing(tmp_path):
     before = weights(built)
     metrics = built.evaluate()
     assert all(torch.equal(before[name], weight) for name, weight in weights(built).items())
-    for name in ("reward", "kl", "entropy", "rewards/length_reward/mean", "completions/mean_length"):
+    for name in (
+        "reward",
+        "kl",
+        "entropy",
+        "rewards/length_reward/mean",
+        "completions/mean_length",
+    ):
         assert f"eval_a_{name}" in metrics and f"eval_b_{name}" in metrics
     assert metrics["eval_a_reward"] == pytest.approx(metrics["eval_a_completions/mean_length"])
     built.train()
@@ -287,7 +327,9 @@ def test_evaluation_logs_the_same_metrics_and_trains_nothing(tmp_path):
 
 
 def test_evaluation_runs_in_even_batches_of_at_most_a_rollout(tmp_path):
-    built, sizes = trainer(tmp_path, dataloader_drop_last=True), []  # which changes nothing
+    # which changes nothing
+    built = trainer(tmp_path, dataloader_drop_last=True)
+    sizes = []
     assert built.plan.completions_per_process == built.args.eval_batch_size == 8
     generate = built.roles.player.generator.generate
     built.roles.player.generator.generate = lambda prompts, *args: (
@@ -308,11 +350,12 @@ def test_metrics_of_the_design_are_logged(tmp_path):
     built = trainer(tmp_path, num_mini_batches=1, num_ppo_epochs=1)
     built.train()
     wanted = (
-        "reward reward_std rewards/length_reward/mean kl entropy clip_ratio/low_mean clip_ratio/high_mean "
-        "clip_ratio/region_mean completions/mean_length completions/min_length completions/max_length "
-        "completions/clipped_ratio num_tokens loss/policy loss/value value/explained_variance value/clip_ratio "
-        "value/grad_norm "
-        "ratio/mean ratio/max approx_kl kl_coef time/generate time/score time/forward time/update tokens_per_second"
+        "reward reward_std rewards/length_reward/mean kl entropy clip_ratio/low_mean "
+        "clip_ratio/high_mean clip_ratio/region_mean completions/mean_length "
+        "completions/min_length completions/max_length completions/clipped_ratio num_tokens "
+        "loss/policy loss/value value/explained_variance value/clip_ratio value/grad_norm "
+        "ratio/mean ratio/max approx_kl kl_coef time/generate time/score time/forward time/update "
+        "tokens_per_second"
     ).split()
     assert set(wanted) <= built.state.log_history[0].keys()
     assert all(isinstance(value, int | float) for value in built.state.log_history[0].values())
@@ -323,36 +366,55 @@ def test_metrics_of_the_design_are_logged(tmp_path):
 
 
 def numbers(name, module):
-    """Weights as numbers: bitsandbytes may lay the bytes of 4-bit weights out anew for its kernel."""
+    """Weights as numbers: bitsandbytes may lay the bytes of 4-bit weights out anew for its
+    kernel."""
     if isinstance(module, bnb.nn.Linear4bit):
         layout = getattr(module.weight.quant_state, "packing_format_for_cpu", False)
         assert not layout, f"{name} is packed: its bytes cannot be read"
-        yield f"{name}.weight", bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        yield (
+            f"{name}.weight",
+            bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state),
+        )
     else:
-        yield from ((f"{name}.{key}", p) for key, p in module.named_parameters(recurse=False) if not p.requires_grad)
+        yield from (
+            (f"{name}.{key}", p)
+            for key, p in module.named_parameters(recurse=False)
+            if not p.requires_grad
+        )
 
 
 def frozen_numbers(*models):
-    modules = [(f"{i}.{name}", m) for i, model in enumerate(models) for name, m in model.named_modules()]
+    modules = [
+        (f"{i}.{name}", m) for i, model in enumerate(models) for name, m in model.named_modules()
+    ]
     return {key: weight.detach().clone() for name, m in modules for key, weight in numbers(name, m)}
 
 
 @pytest.mark.parametrize("nf4", [False, True])
 def test_base_and_reward_model_never_change(tmp_path, nf4):
-    base, classifier = llama(hidden_size=64), llama(classifier=True, hidden_size=64, seed=3)
+    base = llama(hidden_size=64)
+    classifier = llama(classifier=True, hidden_size=64, seed=3)
     for name, model in (("base", base), ("reward", classifier)):
         model.save_pretrained(tmp_path / name)
         tokenizer().save_pretrained(tmp_path / name)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if nf4 else None
+    if nf4:
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    else:
+        quantization = None
     args = config(tmp_path / "run", max_steps=4)
     built = PPOTrainer(
-        str(tmp_path / "base"), str(tmp_path / "reward"), args, prompts(), quantization_config=quantization
+        str(tmp_path / "base"),
+        str(tmp_path / "reward"),
+        args,
+        prompts(),
+        quantization_config=quantization,
     )
     (reward_model,) = built.reward_funcs
     for module in reward_model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False  # so that its bytes stay readable
-    before, started = frozen_numbers(built.actor_critic, reward_model), weights(built)
+    before = frozen_numbers(built.actor_critic, reward_model)
+    started = weights(built)
     built.train()
     after = frozen_numbers(built.actor_critic, reward_model)
     assert before.keys() == after.keys() and sum("proj" in key for key in before) == 28

@@ -49,7 +49,8 @@ def moved(tmp_path, critic):
 
 
 def rollout(sequences, seed=0):
-    """A rollout whose numbers depend on the place of a token only; those of the environment are garbage."""
+    """A rollout whose numbers depend on the place of a token only; those of the environment are
+    garbage."""
     torch.manual_seed(seed)
     mask = sequences.completion_mask
     numbers = torch.randn(3, 8, dtype=torch.float64)[:, : mask.shape[1]].expand(len(mask), -1, -1)
@@ -58,7 +59,8 @@ def rollout(sequences, seed=0):
 
 
 def loss_of(built, sequences, denominator, ratio_level="token"):
-    scores, settings = built(sequences, 1.0, True), {"ratio_level": ratio_level, "vf_coef": 0.5, "entropy_coef": 0.1}
+    scores = built(sequences, 1.0, True)
+    settings = {"ratio_level": ratio_level, "vf_coef": 0.5, "entropy_coef": 0.1}
     return ppo_loss(scores, rollout(sequences), denominator, cliprange=(0.2, 0.2), **settings)
 
 
@@ -69,20 +71,25 @@ def gradient(built, sequences, denominator, ratio_level):
 
 
 def test_logprobs_of_episodes_are_those_of_a_plain_forward(tmp_path):
-    built, sequences = moved(tmp_path, "head"), episodes()
+    built = moved(tmp_path, "head")
+    sequences = episodes()
     with torch.no_grad():
         scores = built(sequences)
         for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
             counts = torch.tensor(SAMPLED[row]).bool()
             expected = plain_logprobs(built.policy, prompt, completion)
-            torch.testing.assert_close(scores.logprobs[row, : len(counts)][counts], expected[counts])
+            torch.testing.assert_close(
+                scores.logprobs[row, : len(counts)][counts], expected[counts]
+            )
             hidden = built.trunk(input_ids=torch.tensor([prompt + completion])).last_hidden_state[0]
             values = built.value_head(hidden[len(prompt) - 1 : -1])[:, 0]
             torch.testing.assert_close(scores.values[row, : len(counts)][counts], values[counts])
     assert not scores.logprobs[~sequences.completion_mask].any()
 
 
-@pytest.mark.parametrize(("critic", "ratio_level"), [("head", "token"), ("side", "sequence"), ("adapter", "sequence")])
+@pytest.mark.parametrize(
+    ("critic", "ratio_level"), [("head", "token"), ("side", "sequence"), ("adapter", "sequence")]
+)
 def test_gradient_of_mixed_episodes_is_the_sum_of_each_alone(tmp_path, critic, ratio_level):
     built = moved(tmp_path, critic)
     together = gradient(built, episodes(), 12, ratio_level)
@@ -92,26 +99,40 @@ def test_gradient_of_mixed_episodes_is_the_sum_of_each_alone(tmp_path, critic, r
 
 
 def test_tokens_of_the_environment_enter_no_loss_and_no_metric(tmp_path):
-    built, sequences = moved(tmp_path, "side"), episodes()
+    built = moved(tmp_path, "side")
+    sequences = episodes()
     loss, metrics = loss_of(built, sequences, 12)
-    garbage = {name: x.masked_fill(~sequences.completion_mask, 1e3) for name, x in rollout(sequences).tensors.items()}
+    garbage = {
+        name: x.masked_fill(~sequences.completion_mask, 1e3)
+        for name, x in rollout(sequences).tensors.items()
+    }
     scores = built(sequences, 1.0, True)
     scores = scores.map(lambda x: torch.where(sequences.completion_mask, x, 5.0))
     changed = Rollout(sequences, **garbage | {"response_mask": sequences.completion_mask})
-    other, others = ppo_loss(scores, changed, 12, cliprange=(0.2, 0.2), vf_coef=0.5, entropy_coef=0.1)
+    other, others = ppo_loss(
+        scores, changed, 12, cliprange=(0.2, 0.2), vf_coef=0.5, entropy_coef=0.1
+    )
     assert torch.equal(loss, other)
     for name, x in metrics.items():
-        assert torch.equal(x[sequences.completion_mask], others[name][sequences.completion_mask]), name
+        assert torch.equal(x[sequences.completion_mask], others[name][sequences.completion_mask]), (
+            name
+        )
 
 
 def test_reward_at_a_token_of_the_environment_enters_at_the_sampled_one_before():
     mask = torch.tensor([[1, 1, 0, 0, 1, 0], [1, 0, 1, 1, 1, 1]]).bool()
     scores = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0, 2.0]])
     rewards = ppo_math.token_rewards(scores, torch.tensor([30.0, 3.0]), torch.ones(2, 6), mask, 0.5)
-    expected = torch.tensor([[1.0, 14.0, 0.0, 0.0, 15.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0, 2.0]]) - 0.5 * mask
+    expected = (
+        torch.tensor([[1.0, 14.0, 0.0, 0.0, 15.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0, 2.0]])
+        - 0.5 * mask
+    )
     assert torch.equal(rewards, expected)
-    late = torch.tensor([[0, 0, 1, 1]]).bool()  # a `rollout_func` may begin with text of the environment
-    rewards = ppo_math.token_rewards(torch.tensor([[1.0, 0.0, 0.0, 2.0]]), torch.tensor([3.0]), late * 0.0, late, 0.0)
+    # a `rollout_func` may begin with text of the environment
+    late = torch.tensor([[0, 0, 1, 1]]).bool()
+    rewards = ppo_math.token_rewards(
+        torch.tensor([[1.0, 0.0, 0.0, 2.0]]), torch.tensor([3.0]), late * 0.0, late, 0.0
+    )
     assert rewards.tolist() == [[0.0, 0.0, 1.0, 2.0]]
 
 
@@ -119,14 +140,26 @@ def test_reward_at_a_token_of_the_environment_enters_at_the_sampled_one_before()
 
 
 def test_tools_beside_plain_environments_raise(tmp_path):
-    with pytest.raises(ValueError, match="`tools` have no effect with environments that have `step`"):
-        PPOTrainer(llama(), args=config(tmp_path), processing_class=tokenizer(), environment_factory=Echo, tools=[len])
+    with pytest.raises(
+        ValueError, match="`tools` have no effect with environments that have `step`"
+    ):
+        PPOTrainer(
+            llama(),
+            args=config(tmp_path),
+            processing_class=tokenizer(),
+            environment_factory=Echo,
+            tools=[len],
+        )
 
 
 def echo_trainer(output_dir, **kwargs):
     names = kwargs.keys() & {"environment_factory", "train_dataset", "eval_dataset", "curriculum"}
     extra = {name: kwargs.pop(name) for name in names}
-    extra = {"environment_factory": Echo, "train_dataset": prompts(), "processing_class": tokenizer()} | extra
+    extra = {
+        "environment_factory": Echo,
+        "train_dataset": prompts(),
+        "processing_class": tokenizer(),
+    } | extra
     settings = {"max_completion_length": 24, "stop_token_ids": [*range(16, 32)], "max_steps": 8}
     return PPOTrainer(llama(), args=config(output_dir, **settings | kwargs), **extra)
 
@@ -139,15 +172,27 @@ def test_run_with_a_plain_environment_rewards_each_turn(tmp_path):
     rollout, samples = seen[0]
     episodes = samples.batch.episodes
     mask = samples.sequences.completion_mask
-    assert torch.equal(rollout.response_mask, mask) and 0 < mask.sum() < samples.sequences.completion_lengths.sum()
+    assert (
+        torch.equal(rollout.response_mask, mask)
+        and 0 < mask.sum() < samples.sequences.completion_lengths.sum()
+    )
     for row, episode in enumerate(episodes):
         assert episode.turns == 3 and episode.sampled[-1] == 3
-        assert samples.scored.tokens[row].nonzero()[:, 0].tolist() == [place for place, r in episode.rewards if r]
-        prompt, words = tokenizer().decode(episode.prompt_ids), tokenizer().decode(episode.completion_ids).split()
+        assert samples.scored.tokens[row].nonzero()[:, 0].tolist() == [
+            place for place, r in episode.rewards if r
+        ]
+        prompt = tokenizer().decode(episode.prompt_ids)
+        words = tokenizer().decode(episode.completion_ids).split()
         assert prompt == episode.prompt and prompt.split()[-1] in WORDS[:8]
-        assert samples.batch.completions[row].split() == [word for word in words if not word.startswith("<")]
+        assert samples.batch.completions[row].split() == [
+            word for word in words if not word.startswith("<")
+        ]
     assert logs["episodes/turns"] == 3 and logs["ratio/mean"] == 1 and logs["ratio/max"] == 1
-    assert logs["rewards/Echo/mean"] == logs["reward"] == pytest.approx(samples.scored.totals.mean().item())
+    assert (
+        logs["rewards/Echo/mean"]
+        == logs["reward"]
+        == pytest.approx(samples.scored.totals.mean().item())
+    )
     assert logs["completions/mean_length"] == pytest.approx(mask.sum(1).float().mean().item())
     assert logs["entropy"] == pytest.approx(samples.tokens.entropies[mask].mean().item(), rel=1e-4)
 
@@ -186,10 +231,18 @@ def test_two_ranks_with_episodes_give_the_result_of_one(tmp_path, level):
     for processes in (1, 2):
         children = start(partial(train, processes), processes)
         assert finished(children, 60) == [0] * processes
-    (one, logs), (two, others) = (torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in (1, 2))
+    (one, logs), (two, others) = (
+        torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in (1, 2)
+    )
     for name, weight in one.items():
         torch.testing.assert_close(weight, two[name], rtol=1e-4, atol=1e-6)
-    for name in ("reward", "episodes/turns", "rewards/Echo/mean", "completions/mean_length", "value/clip_ratio"):
+    for name in (
+        "reward",
+        "episodes/turns",
+        "rewards/Echo/mean",
+        "completions/mean_length",
+        "value/clip_ratio",
+    ):
         assert logs[name] == pytest.approx(others[name]), name
 
 
@@ -206,9 +259,13 @@ def test_environment_needs_no_dataset_and_no_reward_function(tmp_path):
     run = echo_trainer(tmp_path, train_dataset=None, max_steps=2)
     run.train()
     assert run.reward_func_names == ["Echo"] and run.state.log_history[0]["rewards/Echo/mean"] > 0
-    assert run.evaluate(Dataset.from_list([{"level": 1}, {"level": 2}]))["eval_rewards/Echo/mean"] > 0
+    assert (
+        run.evaluate(Dataset.from_list([{"level": 1}, {"level": 2}]))["eval_rewards/Echo/mean"] > 0
+    )
     with pytest.raises(ValueError, match="`reward_funcs` is empty"):
-        PPOTrainer(llama(), args=config(tmp_path), train_dataset=prompts(), processing_class=tokenizer())
+        PPOTrainer(
+            llama(), args=config(tmp_path), train_dataset=prompts(), processing_class=tokenizer()
+        )
 
 
 def forwards_of(run):
@@ -231,7 +288,9 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
             weight += 0.1 * torch.randn_like(weight)
     torch.manual_seed(0)
     episodes = [torch.randint(4, 28, (3 + 2 * row,)).tolist() for row in range(6)]
-    turns, rows, tails = generator.conversation(), [*range(6)], []
+    turns = generator.conversation()
+    rows = [*range(6)]
+    tails = []
     for turn in range(4):
         seen = forwards_of(run)
         sampled = turns(episodes, [length] * len(episodes), rows)
@@ -243,7 +302,9 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
         episodes = [episodes[row] + sampled[row] + tail for row, tail in zip(rows, tails)]
 
 
-@pytest.mark.parametrize("silent", [lambda turn: True, lambda turn: turn % 3 == 2], ids=["each", "every third"])
+@pytest.mark.parametrize(
+    "silent", [lambda turn: True, lambda turn: turn % 3 == 2], ids=["each", "every third"]
+)
 def test_observations_without_tokens_leave_cache_and_samples_as_they_are(tmp_path, silent):
     run = echo_trainer(tmp_path)
     generator = run.roles.player.generator
@@ -254,13 +315,18 @@ def test_observations_without_tokens_leave_cache_and_samples_as_they_are(tmp_pat
             weight += 0.1 * torch.randn_like(weight)
     torch.manual_seed(0)
     episodes = [torch.randint(4, 28, (3 + row,)).tolist() for row in range(8)]
-    turns, alone = generator.conversation(), generator.conversation()
+    turns = generator.conversation()
+    alone = generator.conversation()
     for turn in range(6):
         sampled = turns(episodes, [3] * 8, [*range(8)])
         assert sampled == generator.generate(episodes, [3] * 8)
         assert alone(episodes[:1], [3], [0]) == sampled[:1]
-        tail = [] if silent(turn) else [5 + turn]
-        assert alone.cache.get_seq_length() == len(episodes[0]) + len(sampled[0]) - 1  # the last one is read next
+        if silent(turn):
+            tail = []
+        else:
+            tail = [5 + turn]
+        # the last one is read next
+        assert alone.cache.get_seq_length() == len(episodes[0]) + len(sampled[0]) - 1
         episodes = [ids + new + tail for ids, new in zip(episodes, sampled)]
     assert turns.cache.get_seq_length() <= max(map(len, episodes)) + 6
 
@@ -280,7 +346,8 @@ def test_processors_read_the_tokens_of_earlier_turns(tmp_path, settings):
     generator = run.roles.player.generator
     generator.config.do_sample = False
     run.actor_critic.eval()
-    turns, episodes = generator.conversation(), [[4 + row, 5, 6][row % 2 :] for row in range(6)]
+    turns = generator.conversation()
+    episodes = [[4 + row, 5, 6][row % 2 :] for row in range(6)]
     for _ in range(3):
         sampled = turns(episodes, [4] * 6, [*range(6)])
         assert sampled == generator.generate(episodes, [4] * 6)
@@ -346,8 +413,13 @@ class Dealing(Echo):
 def test_evaluations_with_an_environment_change_no_run(tmp_path):
     results = []
     for often in ({}, {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 3}):
-        rows = {"eval_dataset": prompts(5)} if often else {}
-        run = echo_trainer(tmp_path / str(len(often)), environment_factory=Dealing, max_steps=12, **often, **rows)
+        if often:
+            rows = {"eval_dataset": prompts(5)}
+        else:
+            rows = {}
+        run = echo_trainer(
+            tmp_path / str(len(often)), environment_factory=Dealing, max_steps=12, **often, **rows
+        )
         run.train()
         results.append(weights(run))
     assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
@@ -377,7 +449,9 @@ def test_environments_in_threads_do_not_share_their_random_numbers(tmp_path):
     again = echo_trainer(tmp_path / "again", environment_factory=Racing, max_steps=4)
     others = rollouts_of(again)
     again.train()
-    first, second = ([x.completion_ids for x in rollouts[0][1].batch.episodes] for rollouts in (seen, others))
+    first, second = (
+        [x.completion_ids for x in rollouts[0][1].batch.episodes] for rollouts in (seen, others)
+    )
     assert first == second
 
 
@@ -402,9 +476,20 @@ class Mute(Echo):
         ("both", "adapter", Echo),
     ],
 )
-def test_advantage_of_a_turn_is_that_of_its_tokens_or_of_its_first_one(tmp_path, level, critic, environment):
-    estimator = "rebn" if critic == "none" else "gae"
-    settings = {"whiten_advantages": False, "gamma": 0.9, "kl_coef": 0.0, "critic": critic, "normalize_values": False}
+def test_advantage_of_a_turn_is_that_of_its_tokens_or_of_its_first_one(
+    tmp_path, level, critic, environment
+):
+    if critic == "none":
+        estimator = "rebn"
+    else:
+        estimator = "gae"
+    settings = {
+        "whiten_advantages": False,
+        "gamma": 0.9,
+        "kl_coef": 0.0,
+        "critic": critic,
+        "normalize_values": False,
+    }
     settings |= {"advantage_level": level, "advantage_estimator": estimator, "max_steps": 8}
     settings |= {"lam": 0.8, "lam_critic": 0.8} if estimator == "gae" else {}
     run = echo_trainer(tmp_path, environment_factory=environment, **settings)
@@ -415,26 +500,41 @@ def test_advantage_of_a_turn_is_that_of_its_tokens_or_of_its_first_one(tmp_path,
     for row, episode in enumerate(samples.batch.episodes):
         starts = episode.starts
         assert len(starts) == 3
-        values = [0.0] * 3 if lam == 1 else samples.tokens.values[row, starts].tolist()
-        advantage, expected = 0.0, []
-        for (_, reward), value, after in reversed([*zip(episode.rewards, values, [*values[1:], 0.0])]):
+        if lam == 1:
+            values = [0.0] * 3
+        else:
+            values = samples.tokens.values[row, starts].tolist()
+        advantage = 0.0
+        expected = []
+        for (_, reward), value, after in reversed(
+            [*zip(episode.rewards, values, [*values[1:], 0.0])]
+        ):
             advantage = reward + 0.9 * after - value + 0.9 * lam * advantage
             expected.insert(0, advantage)
         turn = torch.tensor(episode.sampled).bool()
         numbers = torch.tensor([sum(start <= n for start in starts) - 1 for n in range(len(turn))])
-        got, known = rollout.advantages[row, : len(turn)], torch.zeros(len(turn))
-        if level == "both":  # what a token has, and the first one has not; rewards come at ends of turns
+        got = rollout.advantages[row, : len(turn)]
+        known = torch.zeros(len(turn))
+        # what a token has, and the first one has not; rewards come at ends of turns
+        if level == "both":
             known = samples.values[row, : len(turn)] - torch.tensor(values)[numbers]
         torch.testing.assert_close(got[turn], (torch.tensor(expected)[numbers] - known)[turn])
         if critic != "none":
-            torch.testing.assert_close(rollout.returns[row, starts], torch.tensor(expected) + torch.tensor(values))
+            torch.testing.assert_close(
+                rollout.returns[row, starts], torch.tensor(expected) + torch.tensor(values)
+            )
         if weights is not None:
             assert weights[row].nonzero()[:, 0].tolist() == starts
     if weights is not None:  # a mean over turns
         mask = rollout.response_mask
-        assert weights[mask].mean().item() == pytest.approx(1) and len({*weights[weights > 0].tolist()}) == 1
+        assert (
+            weights[mask].mean().item() == pytest.approx(1)
+            and len({*weights[weights > 0].tolist()}) == 1
+        )
     else:
-        assert critic == "none" or (level == "both" and rollout.returns.count_nonzero() > 3 * len(rollout))
+        assert critic == "none" or (
+            level == "both" and rollout.returns.count_nonzero() > 3 * len(rollout)
+        )
 
 
 def test_both_levels_are_turns_where_they_have_a_token_and_tokens_where_there_is_a_turn(tmp_path):
@@ -444,12 +544,23 @@ def test_both_levels_are_turns_where_they_have_a_token_and_tokens_where_there_is
         return [[float(token % 2) for token in ids] for ids in completion_ids]
 
     one_turn = {"reward_funcs": per_token, "critic": "side"}
-    for make, other, settings in ((echo_trainer, "turn", words), (trainer, "token", {}), (trainer, "token", one_turn)):
-        runs = [make(tmp_path / level, advantage_level=level, **settings) for level in ("both", other)]
+    for make, other, settings in (
+        (echo_trainer, "turn", words),
+        (trainer, "token", {}),
+        (trainer, "token", one_turn),
+    ):
+        runs = [
+            make(tmp_path / level, advantage_level=level, **settings) for level in ("both", other)
+        ]
         for run in runs:
             run.train()
-        (one, two), (logs, others) = map(weights, runs), ([x.state.log_history[1]["loss/value"] for x in runs])
-        assert logs == others > 0 and all(torch.equal(x, two[name]) for name, x in one.items()), other
+        (one, two), (logs, others) = (
+            map(weights, runs),
+            ([x.state.log_history[1]["loss/value"] for x in runs]),
+        )
+        assert logs == others > 0 and all(torch.equal(x, two[name]) for name, x in one.items()), (
+            other
+        )
 
 
 # ---- tools, as in TRL ----
@@ -459,7 +570,8 @@ class Calculator:
     """Environment with a tool and a reward of its own."""
 
     def reset(self, target, **row):
-        self.target, self.total = target, 0
+        self.target = target
+        self.total = 0
 
     async def add(self, number: int) -> str:
         """
@@ -479,8 +591,15 @@ QUESTIONS = [{"prompt": [{"role": "user", "content": f"Q{n}"}], "target": 3 * n}
 
 
 def chat_trainer(output_dir, turns, reward_funcs=None, **kwargs):
-    extra = {k: kwargs.pop(k) for k in ("tools", "environment_factory", "rollout_func") if k in kwargs}
-    settings = {"max_completion_length": 400, "max_steps": 2, "num_mini_batches": 1, "shuffle_dataset": False}
+    extra = {
+        k: kwargs.pop(k) for k in ("tools", "environment_factory", "rollout_func") if k in kwargs
+    }
+    settings = {
+        "max_completion_length": 400,
+        "max_steps": 2,
+        "num_mini_batches": 1,
+        "shuffle_dataset": False,
+    }
     run = PPOTrainer(
         llama(vocab_size=259, max_position_embeddings=2048),
         reward_funcs,
@@ -504,7 +623,9 @@ def test_special_tokens_that_a_reset_spells_are_text(tmp_path, as_messages):
 
         def reset(self, target, **row):
             super().reset(target)
-            return [{"role": "user", "content": self.text}] if as_messages else self.text
+            if as_messages:
+                return [{"role": "user", "content": self.text}]
+            return self.text
 
     special = []
     for Page.text in ("fine", attack):
@@ -519,7 +640,11 @@ def test_special_tokens_that_a_reset_spells_are_text(tmp_path, as_messages):
 def test_labels_are_those_of_the_given_rewards_beside_an_environments(tmp_path):
     llama(classifier=True, num_labels=2, vocab_size=259).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    settings = {"reward_label": [1], "reward_quantization": "none", "environment_factory": Calculator}
+    settings = {
+        "reward_label": [1],
+        "reward_quantization": "none",
+        "environment_factory": Calculator,
+    }
     run = chat_trainer(tmp_path / "run", {}, [str(tmp_path / "model")], **settings)
     assert len(run.roles.rewards) == 2 and run.roles.rewards[0].label == 1
 
@@ -534,10 +659,19 @@ def test_run_with_tools_logs_what_trl_logs(tmp_path):
     received = {}
 
     def brevity(prompts, completions, environments, target, **kwargs):
-        received.update(prompts=prompts, completions=completions, totals=[x.total for x in environments])
+        received.update(
+            prompts=prompts, completions=completions, totals=[x.total for x in environments]
+        )
         return [-float(len(completion)) for completion in completions]
 
-    run = chat_trainer(tmp_path, turns, brevity, tools=[fails], environment_factory=Calculator, reward_weights=[0.1])
+    run = chat_trainer(
+        tmp_path,
+        turns,
+        brevity,
+        tools=[fails],
+        environment_factory=Calculator,
+        reward_weights=[0.1],
+    )
     run.train()
     logs = run.state.log_history[0]
     assert run.reward_func_names == ["brevity", "Calculator"]
@@ -546,13 +680,18 @@ def test_run_with_tools_logs_what_trl_logs(tmp_path):
         run.reward_weights = torch.ones(2)
     assert [tool.__name__ for tool in run.tools] == ["fails", "add"]
     assert [environment.total for environment in run.environments] == received["totals"]
-    assert logs["tools/call_frequency"] == 5 / 4 and logs["tools/failure_frequency"] == pytest.approx(1 / 5)
+    assert logs["tools/call_frequency"] == 5 / 4 and logs[
+        "tools/failure_frequency"
+    ] == pytest.approx(1 / 5)
     assert logs["rewards/Calculator/mean"] == 2 / 4
     assert logs["reward"] == pytest.approx(0.5 - 0.1 * (3 + 6 + 1 + 3) / 4)
     assert received["totals"] == [0, 3, 0, 1] and received["prompts"][1] == QUESTIONS[1]["prompt"]
     roles = [message["role"] for message in received["completions"][1]]
     assert roles == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
-    assert received["completions"][1][0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"number": 1}}
+    assert received["completions"][1][0]["tool_calls"][0]["function"] == {
+        "name": "add",
+        "arguments": {"number": 1},
+    }
 
 
 def test_logged_turns_have_their_reward_value_and_advantage(tmp_path):
@@ -564,14 +703,19 @@ def test_logged_turns_have_their_reward_value_and_advantage(tmp_path):
     assert len(sheet.rows) == 8
     for row, (logged, episode) in enumerate(zip(sheet.rows, samples.batch.episodes)):
         turns = logged["turns"]
-        assert [turn["role"] for turn in turns] == ["assistant", "user"] * 3  # nothing reads the last
+        # nothing reads the last
+        assert [turn["role"] for turn in turns] == ["assistant", "user"] * 3
         answered = [*episode.messages, *episode.unread]
         assert [turn["text"] for turn in turns] == [x["content"].strip() for x in answered]
-        assert all(turn["reward"] is turn["value"] is turn["advantage"] is None for turn in turns[1::2])
+        assert all(
+            turn["reward"] is turn["value"] is turn["advantage"] is None for turn in turns[1::2]
+        )
         starts = episode.starts
         assert [turn["reward"] for turn in turns[::2]] == [reward for _, reward in episode.rewards]
         assert [turn["value"] for turn in turns[::2]] == samples.values[row, starts].tolist()
-        assert [turn["advantage"] for turn in turns[::2]] == rollout.advantages[row, starts].tolist()
+        assert [turn["advantage"] for turn in turns[::2]] == rollout.advantages[
+            row, starts
+        ].tolist()
         assert sum(turn["reward"] for turn in turns[::2]) == logged["score"]
 
 
@@ -579,25 +723,40 @@ def test_evaluation_samples_episodes_and_repeats(tmp_path):
     run = echo_trainer(tmp_path, per_device_eval_batch_size=4)
     rows = prompts(6)  # the last batch is filled, and its rows count once
     first, again = (run.evaluate(rows) for _ in range(2))
-    assert first["eval_rewards/Echo/mean"] == again["eval_rewards/Echo/mean"] and first["eval_episodes/turns"] == 3
+    assert (
+        first["eval_rewards/Echo/mean"] == again["eval_rewards/Echo/mean"]
+        and first["eval_episodes/turns"] == 3
+    )
 
 
 def test_rollout_function_samples_in_place_of_the_trainer(tmp_path):
     def sampling(prompts, trainer):
         assert trainer is run
-        ids = [trainer.processing_class(f"ab<|im_end|>{n}c<|im_end|>tail")["input_ids"] for n in range(len(prompts))]
+        ids = [
+            trainer.processing_class(f"ab<|im_end|>{n}c<|im_end|>tail")["input_ids"]
+            for n in range(len(prompts))
+        ]
         mask = [[1, 1, 1, 0, 1, 1] + [0] * 4 for _ in ids]
         others = {"logprobs": None, "env_mask": mask, "luck": [1, 2, 3, 4]}
         return {"prompt_ids": [[5, 6]] * 4, "completion_ids": ids} | others
 
-    run = chat_trainer(tmp_path, {}, lambda luck, **_: [float(x) for x in luck], rollout_func=sampling)
+    run = chat_trainer(
+        tmp_path, {}, lambda luck, **_: [float(x) for x in luck], rollout_func=sampling
+    )
     seen = rollouts_of(run)
     run.train()
     sequences = seen[0][0].sequences
-    assert sequences.completion_lengths.tolist() == [6] * 4 and sequences.prompt_ids.tolist() == [[5, 6]] * 4
+    assert (
+        sequences.completion_lengths.tolist() == [6] * 4
+        and sequences.prompt_ids.tolist() == [[5, 6]] * 4
+    )
     assert sequences.completion_mask.long().tolist() == [[1, 1, 1, 0, 1, 1]] * 4
     logs = run.state.log_history[0]
-    assert logs["reward"] == 2.5 and logs["completions/mean_length"] == 5 and logs["episodes/turns"] == 2
+    assert (
+        logs["reward"] == 2.5
+        and logs["completions/mean_length"] == 5
+        and logs["episodes/turns"] == 2
+    )
     turns = read_run(tmp_path).sheets[0].rows[2]["turns"]
     assert [(turn["role"], turn["text"], turn["reward"]) for turn in turns] == [
         ("assistant", "ab", 0), ("environment", "2", None), ("assistant", "c", 3)
@@ -608,41 +767,71 @@ def test_rollout_function_needs_no_template_that_continues(tmp_path):
     """Its own may drop the thoughts of earlier turns."""
     forgetful = byte_tokenizer()
     forgetful.chat_template = (
-        "{% for m in messages %}{{ m.role + ':' + (m.content if loop.last else '') + '<|im_end|>' }}{% endfor %}"
+        "{% for m in messages %}{{ m.role + ':' + (m.content if loop.last else '') + "
+        "'<|im_end|>' }}{% endfor %}"
     )
     kwargs = {"processing_class": forgetful, "dataset": QUESTIONS, "max_completion_length": 400}
     output = {"prompt_ids": [[5, 6]] * 4, "completion_ids": [[7, 8]] * 4}
     model = llama(vocab_size=259, max_position_embeddings=2048)
-    trainer(tmp_path, model, zeros, rollout_func=lambda *_: output, num_mini_batches=1, max_steps=1, **kwargs).train()
+    trainer(
+        tmp_path,
+        model,
+        zeros,
+        rollout_func=lambda *_: output,
+        num_mini_batches=1,
+        max_steps=1,
+        **kwargs,
+    ).train()
 
 
 def zeros(completions, **kwargs):
     return [0.0] * len(completions)
 
 
-ENTRIES = {"prompt_ids": [[5, 6]] * 4, "completion_ids": [[7, 8]] * 4, "luck": [1] * 4, "more": torch.ones(4)}
+ENTRIES = {
+    "prompt_ids": [[5, 6]] * 4,
+    "completion_ids": [[7, 8]] * 4,
+    "luck": [1] * 4,
+    "more": torch.ones(4),
+}
 
 
 @pytest.mark.parametrize("short", ENTRIES)
 def test_rollout_function_must_return_an_entry_per_prompt(tmp_path, short):
-    run = chat_trainer(tmp_path, {}, zeros, rollout_func=lambda *_: ENTRIES | {short: ENTRIES[short][1:]})
-    with pytest.raises(ValueError, match=f"`rollout_func` must return lists of 4 entries, got 3 in '{short}'"):
+    run = chat_trainer(
+        tmp_path, {}, zeros, rollout_func=lambda *_: ENTRIES | {short: ENTRIES[short][1:]}
+    )
+    with pytest.raises(
+        ValueError, match=f"`rollout_func` must return lists of 4 entries, got 3 in '{short}'"
+    ):
         run.train()
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"completion_ids": torch.ones(4, 2).long()}, r"must return a dict with lists of token ids.*row 0"),
-        ({"completion_ids": [[7, 8]] * 3 + [["7"]]}, r"must return a dict with lists of token ids.*row 3"),
+        (
+            {"completion_ids": torch.ones(4, 2).long()},
+            r"must return a dict with lists of token ids.*row 0",
+        ),
+        (
+            {"completion_ids": [[7, 8]] * 3 + [["7"]]},
+            r"must return a dict with lists of token ids.*row 3",
+        ),
         (None, r"must return a dict with lists of token ids.*row 0"),
         (
             {"completion_ids": [[7]] * 3 + [[7] * 401]},
             "`max_completion_length=400`, got 401 tokens in row 3",
         ),
-        ({"completion_ids": [[7]] * 2 + [[7, 259], [7]]}, "ids of the model's 259 tokens, row 2 has others"),
+        (
+            {"completion_ids": [[7]] * 2 + [[7, 259], [7]]},
+            "ids of the model's 259 tokens, row 2 has others",
+        ),
         ({"prompt_ids": [[5, -1]] + [[5]] * 3}, "ids of the model's 259 tokens, row 0 has others"),
-        ({"completion_ids": [[2**70]] + [[7]] * 3}, "ids of the model's 259 tokens, row 0 has others"),
+        (
+            {"completion_ids": [[2**70]] + [[7]] * 3},
+            "ids of the model's 259 tokens, row 0 has others",
+        ),
     ],
 )
 def test_completions_of_a_rollout_function_are_checked(tmp_path, entries, message):
@@ -652,15 +841,32 @@ def test_completions_of_a_rollout_function_are_checked(tmp_path, entries, messag
 
 
 def test_rollout_function_may_return_tensors(tmp_path):
-    ids, mask = torch.tensor([7, 8, 9, 2]), torch.tensor([1, 0, 1, 1])
-    output = {"prompt_ids": [ids[:2]] * 4, "completion_ids": [ids] * 4, "env_mask": mask.expand(4, -1)}
+    ids = torch.tensor([7, 8, 9, 2])
+    mask = torch.tensor([1, 0, 1, 1])
+    output = {
+        "prompt_ids": [ids[:2]] * 4,
+        "completion_ids": [ids] * 4,
+        "env_mask": mask.expand(4, -1),
+    }
     output |= {"luck": torch.arange(4), "number": (0, 1, 2, 3)}
-    run = chat_trainer(tmp_path, {}, lambda luck, **_: luck, rollout_func=lambda *_: output, max_steps=1)
+    run = chat_trainer(
+        tmp_path, {}, lambda luck, **_: luck, rollout_func=lambda *_: output, max_steps=1
+    )
     seen = rollouts_of(run)
     run.train()
-    logs, samples = run.state.log_history[0], seen[0][1]
-    assert logs["reward"] == 1.5 and logs["completions/clipped_ratio"] == 0 and logs["completions/mean_length"] == 3
-    assert samples.batch.completion_ids == [ids.tolist()] * 4 and samples.batch.columns["luck"] == [0, 1, 2, 3]
+    logs = run.state.log_history[0]
+    samples = seen[0][1]
+    assert (
+        logs["reward"] == 1.5
+        and logs["completions/clipped_ratio"] == 0
+        and logs["completions/mean_length"] == 3
+    )
+    assert samples.batch.completion_ids == [ids.tolist()] * 4 and samples.batch.columns["luck"] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert samples.batch.columns["number"] == [0, 1, 2, 3]
 
 
@@ -678,7 +884,9 @@ def test_rollout_function_leaves_the_state_of_the_run_as_it_is(tmp_path, monkeyp
             return ENTRIES | {"completion_ids": drawn}
 
         settings = {"rollout_func": sampling, "num_ppo_epochs": 1}
-        run = chat_trainer("run", {}, lambda completion_ids, **_: [x[0] for x in completion_ids], **settings)
+        run = chat_trainer(
+            "run", {}, lambda completion_ids, **_: [x[0] for x in completion_ids], **settings
+        )
         seen = rollouts_of(run)
         run.train()
         assert os.getcwd() == str(tmp_path) and torch.get_default_dtype() == torch.float32
@@ -717,9 +925,14 @@ def test_cancelled_rollout_function_leaves_a_checkpoint(tmp_path):
 def test_names_of_environments_are_checked_before_training(tmp_path):
     rows = [row | {"environment": "echo"} for row in QUESTIONS]
     factories = {"echo": Echo}
-    for name, wrong in (("train_dataset", [*rows, rows[0] | {"environment": "ecko"}]), ("eval_dataset", QUESTIONS)):
+    for name, wrong in (
+        ("train_dataset", [*rows, rows[0] | {"environment": "ecko"}]),
+        ("eval_dataset", QUESTIONS),
+    ):
         sets = {"train_dataset": rows, "eval_dataset": rows} | {name: wrong}
-        with pytest.raises(ValueError, match=r"The column `environment` has .* among the environments 'echo'"):
+        with pytest.raises(
+            ValueError, match=r"The column `environment` has .* among the environments 'echo'"
+        ):
             PPOTrainer(
                 llama(vocab_size=259, max_position_embeddings=2048),
                 args=config(tmp_path),
@@ -737,8 +950,14 @@ class Short(Echo):
 
 
 def two_environments(output_dir, **kwargs):
-    rows = prompts(8).add_column("environment", ["echo", "short"] * 4).add_column("number", [*range(8)])
-    return echo_trainer(output_dir, environment_factory={"echo": Echo, "short": Short}, train_dataset=rows, **kwargs)
+    rows = (
+        prompts(8)
+        .add_column("environment", ["echo", "short"] * 4)
+        .add_column("number", [*range(8)])
+    )
+    return echo_trainer(
+        output_dir, environment_factory={"echo": Echo, "short": Short}, train_dataset=rows, **kwargs
+    )
 
 
 def test_run_over_two_environments_logs_each(tmp_path):
@@ -746,9 +965,12 @@ def test_run_over_two_environments_logs_each(tmp_path):
     seen = rollouts_of(run)
     run.train()
     ((_, samples),), logs = seen, run.state.log_history[0]
-    totals, lengths = samples.scored.totals, samples.sequences.completion_mask.sum(1).float()
+    totals = samples.scored.totals
+    lengths = samples.sequences.completion_mask.sum(1).float()
     for name, turns in (("echo", 3), ("short", 1)):
-        rows = torch.tensor([episode.columns["environment"] == name for episode in samples.batch.episodes])
+        rows = torch.tensor(
+            [episode.columns["environment"] == name for episode in samples.batch.episodes]
+        )
         assert logs[f"episodes/{name}/count"] == rows.sum() > 0
         assert logs[f"episodes/{name}/turns"] == turns
         assert logs[f"episodes/{name}/reward"] == pytest.approx(totals[rows].mean().item())
@@ -778,7 +1000,9 @@ def test_curriculum_weighs_rows_by_the_scores_so_far(tmp_path):
         curriculum=easy,
         data_seed=3,
     )
-    seen, played, sums = rollouts_of(run), torch.zeros(8).double(), torch.zeros(8).double()
+    seen = rollouts_of(run)
+    played = torch.zeros(8).double()
+    sums = torch.zeros(8).double()
     start = run.updates.start
 
     def checked(*args):
@@ -820,12 +1044,17 @@ def test_run_whose_answers_do_not_fit_warns_once(tmp_path, caplog, monkeypatch):
     run = echo_trainer(tmp_path, environment_factory=History)
     run.train()
     assert run.state.log_history[0]["episodes/overlong"] == 1
-    warnings = [x for x in caplog.records if "answers longer than the rest of `max_completion_length`" in x.message]
+    warnings = [
+        x
+        for x in caplog.records
+        if "answers longer than the rest of `max_completion_length`" in x.message
+    ]
     assert len(warnings) == 1
 
 
 def test_rows_that_fill_up_an_evaluation_count_on_no_rank(tmp_path, monkeypatch):
-    run, valid = chat_trainer(tmp_path, {"Q": ["x"]}, environment_factory=Echo), []
+    run = chat_trainer(tmp_path, {"Q": ["x"]}, environment_factory=Echo)
+    valid = []
     monkeypatch.setattr(trainer_module, "sample", lambda *given: valid.append(given[-1]))
     for rank in range(3):  # the last batch has three rows for three ranks with two each
         state = SimpleNamespace(end_of_dataloader=True, remainder=3)
@@ -841,5 +1070,7 @@ def test_error_of_an_environment_ends_the_run_by_default(tmp_path):
             raise OSError("connection lost")
 
     run = chat_trainer(tmp_path, {"Q": ["x"]}, environment_factory=Broken)
-    with pytest.raises(RewardError, match="The environment `Broken` failed with OSError: connection lost"):
+    with pytest.raises(
+        RewardError, match="The environment `Broken` failed with OSError: connection lost"
+    ):
         run.train()

@@ -1,4 +1,5 @@
-"""Units of values, advantages and rewards so far over whole runs: no scale of the rewards is left in a run."""
+"""Units of values, advantages and rewards so far over whole runs: no scale of the rewards is
+left in a run."""
 
 from dataclasses import replace
 
@@ -49,7 +50,10 @@ def test_run_does_not_depend_on_scale_and_shift_of_the_rewards(tmp_path, critic,
 @pytest.mark.parametrize("placement, whiten", [("reward", False), ("loss", False), ("both", True)])
 def test_kl_penalty_is_in_units_of_the_reward(tmp_path, placement, whiten):
     """Rewards and penalty times 100 give the same policy wherever the penalty enters."""
-    settings = SIDE | {"kl_placement": placement, "kl_estimator": "k2" if placement == "loss" else "exact"}
+    settings = SIDE | {
+        "kl_placement": placement,
+        "kl_estimator": "k2" if placement == "loss" else "exact",
+    }
     settings |= {"whiten_advantages": whiten, "max_steps": 12}
     runs = []
     for scale in (1, 100):
@@ -60,15 +64,26 @@ def test_kl_penalty_is_in_units_of_the_reward(tmp_path, placement, whiten):
 
 
 def test_kl_in_the_loss_has_the_unit_of_whitened_rewards(tmp_path, monkeypatch):
-    units, whiten = [], ppo_math.whiten
+    units = []
+    whiten = ppo_math.whiten
 
     def recorded(x, mask, *given, **kwargs):
         units.append(x[mask].std().item())
         return whiten(x, mask, *given, **kwargs)
 
     monkeypatch.setattr(ppo_math, "whiten", recorded)
-    settings = {"kl_placement": "both", "kl_estimator": "exact", "kl_coef": 0.3, "whiten_rewards": True}
-    settings |= {"normalize_values": False, "whiten_advantages": False, "num_ppo_epochs": 1, "num_mini_batches": 1}
+    settings = {
+        "kl_placement": "both",
+        "kl_estimator": "exact",
+        "kl_coef": 0.3,
+        "whiten_rewards": True,
+    }
+    settings |= {
+        "normalize_values": False,
+        "whiten_advantages": False,
+        "num_ppo_epochs": 1,
+        "num_mini_batches": 1,
+    }
     run = trainer(tmp_path, reward_funcs=letters(9, 0), max_steps=1, **settings)
     rollouts = rollouts_of(run)
     run.train()
@@ -79,16 +94,32 @@ def test_kl_in_the_loss_has_the_unit_of_whitened_rewards(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"critic": "none", "advantage_estimator": "rebn", "kl_placement": "loss", "kl_estimator": "k2"},
-        {"whiten_rewards": True, "kl_placement": "both", "kl_estimator": "exact", "normalize_values": False},
+        {
+            "critic": "none",
+            "advantage_estimator": "rebn",
+            "kl_placement": "loss",
+            "kl_estimator": "k2",
+        },
+        {
+            "whiten_rewards": True,
+            "kl_placement": "both",
+            "kl_estimator": "exact",
+            "normalize_values": False,
+        },
     ],
     ids=["advantages", "rewards"],
 )
 @pytest.mark.parametrize("score", [0.0, 3.0])
 def test_kl_in_the_loss_keeps_its_weight_when_nothing_is_there_to_whiten(tmp_path, settings, score):
-    settings = {"whiten_advantages": settings["kl_placement"] == "loss", "max_steps": 1, "kl_coef": 0.3} | settings
+    settings = {
+        "whiten_advantages": settings["kl_placement"] == "loss",
+        "max_steps": 1,
+        "kl_coef": 0.3,
+    } | settings
     settings |= {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_completion_length": 1}
-    run = trainer(tmp_path, reward_funcs=lambda completions, **kwargs: [score] * len(completions), **settings)
+    run = trainer(
+        tmp_path, reward_funcs=lambda completions, **kwargs: [score] * len(completions), **settings
+    )
     rollouts = rollouts_of(run)
     run.train()
     assert rollouts[0][0].kl_coef == pytest.approx(0.3, rel=1e-6)
@@ -102,11 +133,16 @@ def test_advantages_do_not_grow_when_returns_no_longer_vary(tmp_path):
         calls.append(None)
         return [sum(ids) % 7 if len(calls) <= 3 else 6.0 for ids in completion_ids]
 
-    run = trainer(tmp_path, reward_funcs=solved, max_steps=128, learning_rate=1e-3, kl_coef=0.0, **SIDE)
+    run = trainer(
+        tmp_path, reward_funcs=solved, max_steps=128, learning_rate=1e-3, kl_coef=0.0, **SIDE
+    )
     rollouts = rollouts_of(run)
     run.train()
-    squares = [(rollout.advantages[rollout.response_mask] ** 2).mean().item() for rollout, _ in rollouts]
-    # those of a rollout are at most its returns' spread, of which the running variance has at least a fifth
+    squares = [
+        (rollout.advantages[rollout.response_mask] ** 2).mean().item() for rollout, _ in rollouts
+    ]
+    # those of a rollout are at most its returns' spread, of which the running variance has at least
+    # a fifth
     assert len(squares) == 32 and max(squares) < 5 and max(squares[10:]) < 1
 
 
@@ -115,7 +151,8 @@ def test_advantages_do_not_grow_when_returns_no_longer_vary(tmp_path):
 
 def test_updates_read_the_rewards_so_far_of_the_rollout(tmp_path):
     run = trainer(tmp_path, reward_funcs=reward_per_token, max_steps=8, **SIDE)
-    start, differences = run.updates.start, []
+    start = run.updates.start
+    differences = []
 
     def score_again(rollout, step):
         without = replace(rollout.sequences, earned=None)
@@ -125,7 +162,9 @@ def test_updates_read_the_rewards_so_far_of_the_rollout(tmp_path):
 
     run.updates.start = score_again
     run.train()
-    assert [same < 1e-4 < other for same, other in differences[1:]] == [True] * (len(differences) - 1), differences
+    assert [same < 1e-4 < other for same, other in differences[1:]] == [True] * (
+        len(differences) - 1
+    ), differences
 
 
 def test_units_of_rewards_so_far_are_those_of_earlier_rollouts(tmp_path):
@@ -136,7 +175,9 @@ def test_units_of_rewards_so_far_are_those_of_earlier_rollouts(tmp_path):
     assert not first.sequences.earned.any() and second.sequences.earned.any()
     earlier = first_samples.scored.tokens[first.response_mask]
     units = Units(earlier.mean().item(), earlier.std(correction=0).item())
-    expected = rewards_so_far(second_samples.scored.tokens, second.response_mask, units, is_known=True)
+    expected = rewards_so_far(
+        second_samples.scored.tokens, second.response_mask, units, is_known=True
+    )
     torch.testing.assert_close(second.sequences.earned, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -146,7 +187,8 @@ def test_value_after_a_limit_reads_rewards_in_the_units_of_the_others(tmp_path, 
 
     settings = SIDE | {"bootstrap_truncated": True, "max_completion_length": 4}
     steps = {"max_steps": 2, "num_mini_batches": 1, "num_ppo_epochs": 1}
-    run, units = trainer(tmp_path, reward_funcs=reward_per_token, **settings, **steps), []
+    run = trainer(tmp_path, reward_funcs=reward_per_token, **settings, **steps)
+    units = []
 
     def recorded(rewards, mask, units_read, is_known):
         units.append(units_read)
@@ -163,7 +205,12 @@ def test_value_after_a_limit_reads_rewards_in_the_units_of_the_others(tmp_path, 
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_run_with_units_resumes_bit_for_bit(tmp_path, step):
-    settings = SIDE | {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "reward_funcs": reward_per_token}
+    settings = SIDE | {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 6,
+        "reward_funcs": reward_per_token,
+    }
     whole, again = (trainer(tmp_path / name, **settings) for name in ("whole", "again"))
     whole.train()
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
@@ -179,9 +226,15 @@ def test_best_model_has_the_units_of_its_checkpoint(tmp_path):
         scale = next(scores)
         return [scale + scale * (sum(ids) % 5) for ids in completion_ids]
 
-    settings = SIDE | {"save_strategy": "steps", "save_steps": 4, "num_mini_batches": 1, "num_ppo_epochs": 4}
+    settings = SIDE | {
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "num_mini_batches": 1,
+        "num_ppo_epochs": 4,
+    }
     run = trainer(tmp_path, reward_funcs=growing, max_steps=8, **settings)
-    states, start = [], run.updates.start
+    states = []
+    start = run.updates.start
     run.updates.start = lambda *args: (states.append(run.run_state), start(*args))
     run.train()
     run.state.best_model_checkpoint = str(tmp_path / "checkpoint-4")
@@ -191,8 +244,16 @@ def test_best_model_has_the_units_of_its_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("normalized", [False, True])
 def test_critic_keeps_its_units_when_the_setting_changes_on_resume(tmp_path, normalized):
-    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "resume_with_changed_settings": True}
-    first, again = (trainer(tmp_path / str(x), normalize_values=x, **settings) for x in (normalized, not normalized))
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "max_steps": 6,
+        "resume_with_changed_settings": True,
+    }
+    first, again = (
+        trainer(tmp_path / str(x), normalize_values=x, **settings)
+        for x in (normalized, not normalized)
+    )
     first.train()
     again.train(resume_from_checkpoint=str(tmp_path / str(normalized) / "checkpoint-3"))
     assert again.state.global_step == 6

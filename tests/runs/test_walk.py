@@ -12,7 +12,8 @@ PACKAGE = Path(trl_ppo_ext.__file__).parent
 
 def test_default_iteration_runs_through_eighteen_files(tmp_path):
     """One of them ends all ranks together when one fails to sample."""
-    run, files = trainer(tmp_path, max_steps=4), set()
+    run = trainer(tmp_path, max_steps=4)
+    files = set()
     training_step = run.training_step
 
     def note(frame, event, arg):
@@ -29,5 +30,11 @@ def test_default_iteration_runs_through_eighteen_files(tmp_path):
 
     run.training_step = traced
     run.train()
-    assert {"trainer.py", "ppo/rollouts.py", "ppo/advantages.py", "ppo/updates.py", "episodes/play.py"} <= files
+    assert {
+        "trainer.py",
+        "ppo/rollouts.py",
+        "ppo/advantages.py",
+        "ppo/updates.py",
+        "episodes/play.py",
+    } <= files
     assert len(files) <= 18, sorted(files)

@@ -1,4 +1,5 @@
-"""Run iterations of PPO on the simulated GPU and write the waits of the host, by configuration, to a JSON file."""
+"""Run iterations of PPO on the simulated GPU and write the waits of the host, by configuration,
+to a JSON file."""
 
 import json
 import sys
@@ -25,7 +26,10 @@ from trl_ppo_ext.ppo.math import Moments
 def flash_attention(module, query, *args, **kwargs):
     """Stand-in with the demands of flash attention's kernels."""
     if query.device.type == "cpu" or query.dtype == torch.float32:
-        raise RuntimeError(f"FlashAttention takes fp16 and bf16 tensors on a GPU, got {query.dtype} on {query.device}")
+        raise RuntimeError(
+            f"FlashAttention takes fp16 and bf16 tensors on a GPU, got {query.dtype} on "
+            f"{query.device}"
+        )
     return sdpa_attention_forward(module, query, *args, **kwargs)
 
 
@@ -43,12 +47,18 @@ CONFIGURATIONS = {
 
 
 def build(directory, reward_funcs=length_reward, peft_config=None, **settings):
-    model, processing_classes = llama(), None
+    model = llama()
+    processing_classes = None
     if settings.get("bf16"):
         model = llama(dtype=torch.bfloat16, attn_implementation="stand_in")
     if reward_funcs == "classifier":
-        reward_funcs, processing_classes = llama(classifier=True), tokenizer()
-    settings |= {"gradient_accumulation_steps": 2, "per_device_reward_batch_size": 8, "num_ppo_epochs": 1}
+        reward_funcs = llama(classifier=True)
+        processing_classes = tokenizer()
+    settings |= {
+        "gradient_accumulation_steps": 2,
+        "per_device_reward_batch_size": 8,
+        "num_ppo_epochs": 1,
+    }
     args = config(directory, **settings)
     rest = {"processing_class": tokenizer(), "reward_processing_classes": processing_classes}
     return PPOTrainer(model, reward_funcs, args, prompts(), peft_config=peft_config, **rest)
@@ -80,9 +90,12 @@ def move(trainer, gpu):
 
 
 def iterations(trainer, gpu):
-    """Run two iterations; return the waits of the second one, in the rollout and per kind of micro-batch."""
+    """Run two iterations; return the waits of the second one, in the rollout and per kind of
+    micro-batch."""
     model = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
-    accumulation, rollout, collect = trainer.args.gradient_accumulation_steps, Counter(), trainer._collect
+    accumulation = trainer.args.gradient_accumulation_steps
+    rollout = Counter()
+    collect = trainer._collect
 
     def counted(rows):
         before = gpu.waits.copy()
@@ -94,7 +107,8 @@ def iterations(trainer, gpu):
     rows = Rows(range(trainer.plan.completions_per_process))
     for iteration in range(2):
         if iteration:  # a number read from the simulated GPU is 0, so the critic has seen no return
-            trainer.run_state = trainer.run_state._replace(returns=Moments(1.0, 0.0, 1.0))  # that differ
+            # that differ
+            trainer.run_state = trainer.run_state._replace(returns=Moments(1.0, 0.0, 1.0))
         gpu.waits.clear()
         rollout.clear()
         for micro_batch in range(1, trainer.plan.micro_steps + 1):
@@ -102,7 +116,11 @@ def iterations(trainer, gpu):
             trainer.training_step(model, rows)
             if micro_batch % accumulation == 0:
                 trainer._get_grad_norm(model, trainer._clip_grad_norm(model))
-                trained = {name: x.grad for name, x in trainer.actor_critic.named_parameters() if x.requires_grad}
+                trained = {
+                    name: x.grad
+                    for name, x in trainer.actor_critic.named_parameters()
+                    if x.requires_grad
+                }
                 model.zero_grad()
                 trainer.state.global_step += 1
     return {
@@ -110,7 +128,9 @@ def iterations(trainer, gpu):
         "updates": dict(gpu.waits - rollout),
         "micro_batches": trainer.plan.micro_steps,
         "optimizer_steps": trainer.plan.optimizer_steps,
-        "without_gradient": [name for name, x in trained.items() if x is None or x.device != DEVICE],
+        "without_gradient": [
+            name for name, x in trained.items() if x is None or x.device != DEVICE
+        ],
         "peak_bytes": gpu.peak_bytes,
     }
 
@@ -118,7 +138,8 @@ def iterations(trainer, gpu):
 def main(path, *names):
     # autocast for CUDA needs a GPU only to be switched on
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    torch.cuda.get_rng_state, torch.cuda.set_rng_state = (lambda: None), (lambda state: None)
+    torch.cuda.get_rng_state = lambda: None
+    torch.cuda.set_rng_state = lambda state: None
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     results = {}
     for name in names or CONFIGURATIONS:

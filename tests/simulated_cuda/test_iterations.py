@@ -1,4 +1,5 @@
-"""Whole iterations of PPO with backward on a simulated GPU: no operation across devices, few waits of the host."""
+"""Whole iterations of PPO with backward on a simulated GPU: no operation across devices, few
+waits of the host."""
 
 import json
 import os
@@ -21,11 +22,18 @@ ROLLOUT = {
     "updates.py:start": 1,  # optimizer steps without a token
     "trainer.py:_collect": 1,  # tokens over all ranks
 }
-# moments of the rewards and of the returns; a score beyond all others, and its warning; what scores tell for λ
-WITH_CRITIC = {"math.py:add": 2, "math.py:outlier": 1, "rollouts.py:outlying": 1, "places.py:add": 1}
+# moments of the rewards and of the returns; a score beyond all others, and its warning; what scores
+# tell for λ
+WITH_CRITIC = {
+    "math.py:add": 2,
+    "math.py:outlier": 1,
+    "rollouts.py:outlying": 1,
+    "places.py:add": 1,
+}
 PLAIN = WITH_CRITIC | {"math.py:whiten": 1}
 OF_CRITIC = {"no critic": {}, "value head": PLAIN, "reward model": PLAIN | {"model.py:score": 1}}
-UPDATE = {"trainer.py:_get_grad_norm": 1}  # per optimizer step: skip it if its gradient is not finite
+# per optimizer step: skip it if its gradient is not finite
+UPDATE = {"trainer.py:_get_grad_norm": 1}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +45,11 @@ def results(tmp_path_factory, request):
         pytest.skip("needs a torch without CUDA, whose own guard would be replaced; see tests/gpu")
     path = tmp_path_factory.mktemp("simulated") / "results.json"
     script = Path(__file__).with_name("iterations.py")
-    names = [item.callspec.params["name"] for item in request.session.items if item.path == Path(__file__)]
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == Path(__file__)
+    ]
     command = [sys.executable, str(script), str(path), *names]
     subprocess.run(command, env=os.environ | compile_guard(), check=True, timeout=300)
     return json.loads(path.read_text())
@@ -51,7 +63,8 @@ def test_iteration_stays_on_one_device_and_waits_as_listed(results, name):
     assert result["without_gradient"] == []
     assert result["rollout"] == ROLLOUT | OF_CRITIC.get(name, WITH_CRITIC)
     updates = {key: n * result["optimizer_steps"] for key, n in UPDATE.items()}
-    stops = {"updates.py:may_step": result["optimizer_steps"] - 1}  # `target_kl`, but not at a rollout's first step
+    # `target_kl`, but not at a rollout's first step
+    stops = {"updates.py:may_step": result["optimizer_steps"] - 1}
     assert result["updates"] == updates | stops
     assert sum(result["rollout"].values()) <= 13
     assert sum(result["updates"].values()) <= 3 * result["micro_batches"]

@@ -19,19 +19,25 @@ from trl_ppo_ext.trl_names import NAMES
 def test_bf16_is_the_default_only_in_hardware(monkeypatch, emulated):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or not emulated
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or not emulated,
     )
     # cached, and perhaps asked before
     monkeypatch.setattr("trl_ppo_ext.config.is_torch_bf16_gpu_available", lambda: True)
     # it would use the GPU
     monkeypatch.setattr(
-        TrainingArguments, "__post_init__", lambda self: setattr(self, "accelerator_config", AcceleratorConfig())
+        TrainingArguments,
+        "__post_init__",
+        lambda self: setattr(self, "accelerator_config", AcceleratorConfig()),
     )
     monkeypatch.setattr(PPOConfig, "world_size", 1)
     assert PPOConfig("run").bf16 is not emulated
 
 
-@pytest.mark.parametrize("launched, settings", [("bf16", {}), ("fp16", {}), ("no", {}), ("no", {"bf16": True})])
+@pytest.mark.parametrize(
+    "launched, settings", [("bf16", {}), ("fp16", {}), ("no", {}), ("no", {"bf16": True})]
+)
 def test_precision_is_that_of_the_launcher(monkeypatch, tmp_path, launched, settings):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
     args = PPOConfig(str(tmp_path), use_cpu=True, **settings)
@@ -43,12 +49,16 @@ def test_precision_is_that_of_the_launcher(monkeypatch, tmp_path, launched, sett
 
 
 def test_fields_that_are_the_case_are_accepted(tmp_path):
-    args = PPOConfig(str(tmp_path), use_cpu=True, reward_label="1", include_num_input_tokens_seen="all")
+    args = PPOConfig(
+        str(tmp_path), use_cpu=True, reward_label="1", include_num_input_tokens_seen="all"
+    )
     assert args.reward_label == 1  # of a command line
     assert args.include_num_input_tokens_seen == "no"
 
 
-def test_liger_needs_its_package_on_a_gpu_and_changes_nothing_on_a_cpu(tmp_path, monkeypatch, caplog):
+def test_liger_needs_its_package_on_a_gpu_and_changes_nothing_on_a_cpu(
+    tmp_path, monkeypatch, caplog
+):
     assert not PPOConfig(str(tmp_path), use_cpu=True, use_liger_kernel=True).use_liger_kernel
     monkeypatch.setattr(PPOConfig, "device", torch.device("cuda"))
     with pytest.raises(ValueError, match="`use_liger_kernel=True` needs liger-kernel; install it"):
@@ -61,8 +71,14 @@ def test_liger_needs_its_package_on_a_gpu_and_changes_nothing_on_a_cpu(tmp_path,
         ({"torch_compile_mode": "default"}, "`torch_compile_mode='default'` is not supported"),
         ({"torch_compile_backend": "eager"}, "`torch_compile_backend='eager'` is not supported"),
         ({"adam_epsilon": 0}, "`adam_epsilon` must be above 0, got 0"),
-        ({"generation_kwargs": {"max_time": 1.0}}, "holds `max_time`, which follows from the run or the clock"),
-        ({"use_vllm": True, "generation_kwargs": {"stop": ["."]}}, "holds `stop`, .* or samples otherwise"),
+        (
+            {"generation_kwargs": {"max_time": 1.0}},
+            "holds `max_time`, which follows from the run or the clock",
+        ),
+        (
+            {"use_vllm": True, "generation_kwargs": {"stop": ["."]}},
+            "holds `stop`, .* or samples otherwise",
+        ),
     ],
 )
 def test_fields_that_break_a_run_are_refused(tmp_path, settings, message):
@@ -71,7 +87,9 @@ def test_fields_that_break_a_run_are_refused(tmp_path, settings, message):
 
 
 def test_config_has_at_most_46_fields_that_neither_the_trainer_nor_trl_has():
-    own, theirs, trainers = ({field.name for field in fields(x)} for x in (PPOConfig, GRPOConfig, TrainingArguments))
+    own, theirs, trainers = (
+        {field.name for field in fields(x)} for x in (PPOConfig, GRPOConfig, TrainingArguments)
+    )
     assert len(own - theirs - trainers - NAMES.keys()) <= 46
 
 
@@ -79,14 +97,23 @@ def test_default_of_checkpointing_warns_of_nothing_and_can_be_switched_off(tmp_p
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         assert PPOConfig(str(tmp_path), use_cpu=True).gradient_checkpointing is True
-        assert PPOConfig(str(tmp_path), use_cpu=True, gradient_checkpointing=False).gradient_checkpointing is False
+        assert (
+            PPOConfig(
+                str(tmp_path), use_cpu=True, gradient_checkpointing=False
+            ).gradient_checkpointing
+            is False
+        )
         new_name = {"activation_checkpointing": False}
         if "activation_checkpointing" in PPOConfig.__dataclass_fields__:
-            assert PPOConfig(str(tmp_path), use_cpu=True, **new_name).gradient_checkpointing is False
+            assert (
+                PPOConfig(str(tmp_path), use_cpu=True, **new_name).gradient_checkpointing is False
+            )
 
 
 def test_unknown_fields_raise_together_with_what_may_be_meant():
-    message = r"no field `learnin_rate` \(did you mean `learning_rate`\?\), `max_tokens`; docs/fields.md"
+    message = (
+        r"no field `learnin_rate` \(did you mean `learning_rate`\?\), `max_tokens`; docs/fields.md"
+    )
     with pytest.raises(TypeError, match=message):
         PPOConfig("run", use_cpu=True, learnin_rate=1e-5, max_tokens=8)
 
@@ -101,10 +128,16 @@ def test_unknown_fields_raise_together_with_what_may_be_meant():
 @pytest.mark.parametrize(
     "name, remedy",
     [
-        ("overwrite_output_dir", r"`overwrite_output_dir` \(remove it, or set `resume_from_checkpoint` to false"),
+        (
+            "overwrite_output_dir",
+            r"`overwrite_output_dir` \(remove it, or set `resume_from_checkpoint` to false",
+        ),
         ("evaluation_strategy", r"`evaluation_strategy` \(it is `eval_strategy`\)"),
         ("vllm_device", r"`vllm_device` \(remove it, see `vllm_mode`\)"),
-        ("torch_dtype", r"`torch_dtype` \(it is `dtype` in a config file, and in `model_init_kwargs`\)"),
+        (
+            "torch_dtype",
+            r"`torch_dtype` \(it is `dtype` in a config file, and in `model_init_kwargs`\)",
+        ),
         ("code_language", "`code_language`; docs"),
     ],
 )
@@ -132,12 +165,25 @@ def test_default_of_mini_batches_gives_whole_groups(tmp_path, caplog, monkeypatc
     plan = args.plan(1)
     assert (args.num_mini_batches, plan.prompts * sizes[2]) == (number, plan.completions)
     assert ("`num_mini_batches` is" in caplog.text) == (number != 4)
-    with pytest.raises(ValueError, match="does not divide the rollout"):  # nothing that is set is changed
-        PPOConfig(str(tmp_path), use_cpu=True, num_mini_batches=4, per_device_train_batch_size=1, num_generations=7)
+    # nothing that is set is changed
+    with pytest.raises(ValueError, match="does not divide the rollout"):
+        PPOConfig(
+            str(tmp_path),
+            use_cpu=True,
+            num_mini_batches=4,
+            per_device_train_batch_size=1,
+            num_generations=7,
+        )
 
 
 def test_keys_of_generation_kwargs_that_are_fields_set_them():
-    kwargs = {"do_sample": True, "top_k": 5, "stop_strings": ["a"], "max_new_tokens": 8, "typical_p": 0.9}
+    kwargs = {
+        "do_sample": True,
+        "top_k": 5,
+        "stop_strings": ["a"],
+        "max_new_tokens": 8,
+        "typical_p": 0.9,
+    }
     args = PPOConfig("run", use_cpu=True, generation_kwargs=kwargs, max_completion_length=8)
     assert (args.top_k, args.stop_strings, args.max_completion_length) == (5, ["a"], 8)
     assert args.generation_kwargs == {"typical_p": 0.9} and replace(args) == args
@@ -146,7 +192,10 @@ def test_keys_of_generation_kwargs_that_are_fields_set_them():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"remove_unused_columns": True}, "`remove_unused_columns=True` changes nothing: rewards need the columns"),
+        (
+            {"remove_unused_columns": True},
+            "`remove_unused_columns=True` changes nothing: rewards need the columns",
+        ),
         (
             {"accelerator_config": {"split_batches": True, "even_batches": False}},
             "change nothing: ranks share a rollout",
@@ -155,15 +204,22 @@ def test_keys_of_generation_kwargs_that_are_fields_set_them():
         ({"vllm_mode": "server"}, "Without `use_vllm=True` these fields have no"),
         (
             {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
-            "Without `vllm_importance_sampling_correction` these have no effect: vllm_importance_sampling_mode",
+            "Without `vllm_importance_sampling_correction` these have no effect: "
+            "vllm_importance_sampling_mode",
         ),
     ],
     ids=str,
 )
-def test_setting_of_the_trainer_that_changes_nothing_is_said(settings, message, caplog, monkeypatch):
+def test_setting_of_the_trainer_that_changes_nothing_is_said(
+    settings, message, caplog, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
     args = PPOConfig("run", use_cpu=True, max_completion_length=None, **settings)
-    assert message in caplog.text and not args.remove_unused_columns and args.accelerator_config.even_batches
+    assert (
+        message in caplog.text
+        and not args.remove_unused_columns
+        and args.accelerator_config.even_batches
+    )
     assert args.max_completion_length == 256
 
 

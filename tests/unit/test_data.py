@@ -10,7 +10,16 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset, IterableDataset, arrow_dataset, fingerprint
-from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, config, length_reward, llama, prompts, tokenizer
+from tiny import (
+    CHAT_TEMPLATE,
+    WORDS,
+    byte_tokenizer,
+    config,
+    length_reward,
+    llama,
+    prompts,
+    tokenizer,
+)
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
@@ -18,7 +27,14 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer, data
-from trl_ppo_ext.data import PROMPT_IDS, PromptError, RolloutSampler, Rows, StreamedRows, weighted_rows
+from trl_ppo_ext.data import (
+    PROMPT_IDS,
+    PromptError,
+    RolloutSampler,
+    Rows,
+    StreamedRows,
+    weighted_rows,
+)
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.text import encode_completed
 
@@ -37,7 +53,9 @@ def chat_tokenizer(template=CHAT_TEMPLATE):
     return tokenizer([*WORDS, "system", "user", "assistant"], template)
 
 
-def tokenize_prompts(rows, of, name, longest, context=None, template_kwargs=None, vocab_size=None, **settings):
+def tokenize_prompts(
+    rows, of, name, longest, context=None, template_kwargs=None, vocab_size=None, **settings
+):
     args = {"max_prompt_length": None, "overlong_prompts": "error", "other_prompts": {}} | settings
     args = SimpleNamespace(max_completion_length=longest, **args)
     return data.tokenize_prompts(rows, of, name, args, context, template_kwargs, vocab_size)
@@ -51,7 +69,9 @@ def streamed(rows):
     return rows.to_iterable_dataset()
 
 
-both_kinds = pytest.mark.parametrize("kind", [lambda rows: rows, streamed], ids=["dataset", "stream"])
+both_kinds = pytest.mark.parametrize(
+    "kind", [lambda rows: rows, streamed], ids=["dataset", "stream"]
+)
 
 
 # ---- tokenizing ----
@@ -61,7 +81,8 @@ both_kinds = pytest.mark.parametrize("kind", [lambda rows: rows, streamed], ids=
 def test_text_prompts_become_ids_and_keep_other_columns(kind):
     rows = kind(dataset("w0 w1", "w5", target=[7, 8]))
     first, second = tokenize_prompts(rows, tokenizer(), "train_dataset", 4)
-    assert first == {"prompt": "w0 w1", "target": 7, PROMPT_IDS: [4, 5]}  # words follow four special tokens
+    # words follow four special tokens
+    assert first == {"prompt": "w0 w1", "target": 7, PROMPT_IDS: [4, 5]}
     assert second == {"prompt": "w5", "target": 8, PROMPT_IDS: [9]}
 
 
@@ -72,8 +93,10 @@ def test_formatted_datasets_give_plain_lists():
 
 
 def test_tokens_cached_by_another_version_are_not_read(monkeypatch):
-    monkeypatch.setattr(arrow_dataset, "update_fingerprint", fingerprint.update_fingerprint)  # see conftest.py
-    rows, words = dataset("w0 w1"), tokenizer()
+    # see conftest.py
+    monkeypatch.setattr(arrow_dataset, "update_fingerprint", fingerprint.update_fingerprint)
+    rows = dataset("w0 w1")
+    words = tokenizer()
 
     def cache_key(**others):
         return tokenize_prompts(rows, words, "train_dataset", 4, **others)._fingerprint
@@ -97,11 +120,16 @@ def test_chat_prompts_get_the_template_and_the_opening(kind):
 
 @both_kinds
 def test_prompts_may_fill_the_context_minus_the_completion(kind):
-    fits, too_long = "w1 w2 w3", "w1 w2 w3 w4"
+    fits = "w1 w2 w3"
+    too_long = "w1 w2 w3 w4"
     list(tokenize_prompts(kind(dataset(fits)), tokenizer(), "train_dataset", 5, context=8))
     message = r"Row 1 of `train_dataset`.* 4 tokens.*context of 8 .*max_completion_length=5 leaves 3\. Set `overlong_"
     with pytest.raises(PromptError, match=message):
-        list(tokenize_prompts(kind(dataset(fits, too_long)), tokenizer(), "train_dataset", 5, context=8))
+        list(
+            tokenize_prompts(
+                kind(dataset(fits, too_long)), tokenizer(), "train_dataset", 5, context=8
+            )
+        )
 
 
 @both_kinds
@@ -111,10 +139,22 @@ def test_prompts_may_fill_the_context_minus_the_completion(kind):
         (dataset(CHATS[0], []), {}, r"Row 1 .*prompt is empty.*drop it"),
         (dataset("w1", None), {}, r"Row 1 .*text or a list of chat messages, got None"),
         (dataset([3, 4]), {}, r"Row 0 .*text or a list of chat messages, got \[3, 4\]"),
-        (dataset("w1", "w9"), {"vocab_size": 12}, r"Row 1 .* token 'w9' with id 13, but the model has 12 tokens"),
+        (
+            dataset("w1", "w9"),
+            {"vocab_size": 12},
+            r"Row 1 .* token 'w9' with id 13, but the model has 12 tokens",
+        ),
         (dataset("w1"), {"context": 4}, r"max_completion_length=4 .*context of 4 tokens; lower it"),
-        (dataset("w1", completions=["x"]), {}, r"`train_dataset` has a column 'completions', but reward functions"),
-        (Dataset.from_dict({"x": ["w1"], "y": ["w2"]}), {}, r"\"prompt\".*\['x', 'y'\].*rename_column"),
+        (
+            dataset("w1", completions=["x"]),
+            {},
+            r"`train_dataset` has a column 'completions', but reward functions",
+        ),
+        (
+            Dataset.from_dict({"x": ["w1"], "y": ["w2"]}),
+            {},
+            r"\"prompt\".*\['x', 'y'\].*rename_column",
+        ),
     ],
 )
 def test_unusable_prompts_raise_with_their_row(kind, rows, settings, message):
@@ -144,9 +184,14 @@ TOOL_CALL = {"type": "function", "function": {"name": "w8", "arguments": {}}}
 def test_tools_and_template_kwargs_of_a_row_reach_the_template(kind):
     template = "{% for x in tools or [] %}{{ x['function']['name'] }} {% endfor %}" + CHAT_TEMPLATE
     policy_tokenizer = chat_tokenizer(template + "{% if thinking %}{{ 'w9' }}{% endif %}")
-    columns = {"tools": [None, TOOLS], "chat_template_kwargs": [{"thinking": True}, {"thinking": False}]}
+    columns = {
+        "tools": [None, TOOLS],
+        "chat_template_kwargs": [{"thinking": True}, {"thinking": False}],
+    }
     rows = dataset(CHATS[0], CHATS[0], **columns)
-    given = tokenize_prompts(kind(rows), policy_tokenizer, "train_dataset", 4, None, {"thinking": False})
+    given = tokenize_prompts(
+        kind(rows), policy_tokenizer, "train_dataset", 4, None, {"thinking": False}
+    )
     one, two = [row[PROMPT_IDS] for row in given]
     assert (one[-1], two[0]) == (13, 12) and one[:-1] == two[1:]
 
@@ -158,15 +203,23 @@ def test_message_without_content_needs_tool_calls():
     rows = streamed(Dataset.from_list([{"prompt": chat}]))
     assert list(tokenize_prompts(rows, chat_tokenizer(template), "train_dataset", 4))
     for silent in (called | {"tool_calls": None}, {"role": "user", "content": None}):
-        with pytest.raises(PromptError, match=r"Row 0 .*Message 1 must be .*\"content\" that are text"):
-            list(tokenize_prompts(dataset([chat[0], silent]), chat_tokenizer(template), "train_dataset", 4))
+        with pytest.raises(
+            PromptError, match=r"Row 0 .*Message 1 must be .*\"content\" that are text"
+        ):
+            list(
+                tokenize_prompts(
+                    dataset([chat[0], silent]), chat_tokenizer(template), "train_dataset", 4
+                )
+            )
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}",
-        "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}",  # as Llama 3: it would write Python code
+        "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% "
+        "endfor %}{% endfor %}",
+        # as Llama 3: it would write Python code
+        "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}",
         "{% for m in messages %}{{ m['content'] + '' }}{% endfor %}",  # it raises
     ],
 )
@@ -177,7 +230,10 @@ def test_parts_of_a_message_are_read_by_any_template(template):
 
     assert ids_of({"type": "text", "text": "w1"}, {"type": "text", "text": " w2"}) == [5, 6]
     with pytest.raises(PromptError, match=r"Row 0 .*must be of the type 'text', got .*'cat.png'"):
-        ids_of({"type": "text", "text": "w1", "image": None}, {"type": "image", "image": "cat.png", "text": None})
+        ids_of(
+            {"type": "text", "text": "w1", "image": None},
+            {"type": "image", "image": "cat.png", "text": None},
+        )
 
 
 def test_message_of_the_assistant_at_the_end_is_continued():
@@ -187,12 +243,18 @@ def test_message_of_the_assistant_at_the_end_is_continued():
     [row] = tokenize_prompts([{"prompt": chat}], policy_tokenizer, "train_dataset", 4)
     assert policy_tokenizer.decode(row[PROMPT_IDS]) == "<bos> user w1 <bos> assistant w2 w3"
     answer = [{"role": "assistant", "content": " w4"}]
-    texts = [policy_tokenizer.decode(encode_completed(x, answer, policy_tokenizer)) for x in (chat, chat[:1])]
+    texts = [
+        policy_tokenizer.decode(encode_completed(x, answer, policy_tokenizer))
+        for x in (chat, chat[:1])
+    ]
     assert texts == ["<bos> user w1 <bos> assistant w2 w3 w4", "<bos> user w1 <bos> assistant w4"]
 
 
 SEARCH = {"type": "function", "function": {"name": "search", "arguments": {"query": "rain"}}}
-WEATHER = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn", "days": [1, 2]}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Bonn", "days": [1, 2]}},
+}
 
 
 @pytest.mark.parametrize("template", ["qwen3", "llama3_1", "gptoss", "glm4moe"])
@@ -220,10 +282,15 @@ def test_keys_that_arrow_adds_are_not_rendered(template):
     kwargs = [{"reasoning_effort": "high"}, {"enable_thinking": False}, {}]
     built = byte_tokenizer(template)
     stored = Dataset.from_dict({"prompt": chats, "tools": schemas, "chat_template_kwargs": kwargs})
-    assert stored[2]["chat_template_kwargs"] != {} and "days" in str(stored[0]["prompt"])  # Arrow has added keys
+    # Arrow has added keys
+    assert stored[2]["chat_template_kwargs"] != {} and "days" in str(stored[0]["prompt"])
     ids = tokenize_prompts(stored, built, "train_dataset", 4)[PROMPT_IDS]
     for row in range(3):
-        written = {"tools": schemas[row], "add_generation_prompt": True, "return_dict": False} | kwargs[row]
+        written = {
+            "tools": schemas[row],
+            "add_generation_prompt": True,
+            "return_dict": False,
+        } | kwargs[row]
         assert ids[row] == built.apply_chat_template(chats[row], **written), row
 
 
@@ -241,14 +308,19 @@ RENDERED = "<|im_start|>user\nUse 3 and 4.<|im_end|>\n<|im_start|>assistant\nLet
         ({"role": "tool", "name": "f", "content": RENDERED}, None),
     ],
 )
-def test_delimiters_in_messages_of_a_dataset_are_said(message, spelled, streams, caplog, monkeypatch):
+def test_delimiters_in_messages_of_a_dataset_are_said(
+    message, spelled, streams, caplog, monkeypatch
+):
     """The model reads them as delimiters: a rendered chat within a message is one more chat."""
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     logging.get_logger("trl_ppo_ext.data").warning_once.__func__.cache_clear()
     built = byte_tokenizer()
     built.add_tokens([AddedToken("<item_7>", special=True)])
     rows = dataset([message])
-    rows = rows.to_iterable_dataset() if streams else rows
+    if streams:
+        rows = rows.to_iterable_dataset()
+    else:
+        rows = rows
     list(tokenize_prompts(rows, built, "train_dataset", 4))
     said = [record.getMessage() for record in caplog.records if "delimiter" in record.getMessage()]
     assert len(said) == (spelled is not None), said
@@ -259,14 +331,19 @@ def test_empty_text_begins_with_bos_or_eos():
     for bos, expected in (("<bos>", [2]), (None, [1])):
         policy_tokenizer = tokenizer()
         policy_tokenizer.bos_token = bos
-        assert tokenize_prompts(dataset("", "w1"), policy_tokenizer, "train_dataset", 4)[0][PROMPT_IDS] == expected
+        assert (
+            tokenize_prompts(dataset("", "w1"), policy_tokenizer, "train_dataset", 4)[0][PROMPT_IDS]
+            == expected
+        )
 
 
 def test_template_kwargs_beside_text_are_said_to_have_no_effect(caplog, monkeypatch):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     rows = dataset("w1")
     kwargs = {"enable_thinking": False}
-    assert tokenize_prompts(rows, tokenizer(), "train_dataset", 4, None, kwargs)[0][PROMPT_IDS] == [5]
+    assert tokenize_prompts(rows, tokenizer(), "train_dataset", 4, None, kwargs)[0][PROMPT_IDS] == [
+        5
+    ]
     assert "`chat_template_kwargs` has no effect on prompts of text" in caplog.text
 
 
@@ -277,7 +354,10 @@ class Tasks(torch.utils.data.Dataset):
         return 2
 
     def __getitem__(self, index):
-        entry = {"answer": str(index), "metadata": [{"size": 3}, {"word": "w1", "size": "large"}][index]}
+        entry = {
+            "answer": str(index),
+            "metadata": [{"size": 3}, {"word": "w1", "size": "large"}][index],
+        }
         return {"prompt": f"w{index}", "item": entry}
 
 
@@ -290,7 +370,9 @@ def test_text_and_chat_in_one_column_raise():
     def rows():
         yield from ({"prompt": "w1"}, {"prompt": CHATS[0]})
 
-    mixed = tokenize_prompts(IterableDataset.from_generator(rows), chat_tokenizer(), "train_dataset", 4)
+    mixed = tokenize_prompts(
+        IterableDataset.from_generator(rows), chat_tokenizer(), "train_dataset", 4
+    )
     with pytest.raises(PromptError, match=r"Row 1 .*all text or all chat messages"):
         list(mixed)
 
@@ -330,7 +412,10 @@ def test_overlong_prompts_are_truncated_from_the_left(kind):
     assert rest("truncate") == [(0, [5, 6]), (1, [7]), (2, [9, 10]), (3, [11, 12])]
     assert rest("truncate", None, 6) == rest("truncate")  # what the context leaves
     assert len(rest("error", 3)) == 4
-    with pytest.raises(PromptError, match=r"Row 0 .*3 tokens, but max_prompt_length=2.*`overlong_prompts='truncate'`"):
+    with pytest.raises(
+        PromptError,
+        match=r"Row 0 .*3 tokens, but max_prompt_length=2.*`overlong_prompts='truncate'`",
+    ):
         rest("error")
 
 
@@ -364,7 +449,8 @@ def test_sampler_order_depends_only_on_seed_and_epoch():
 
 
 def test_sampler_takes_its_epoch_from_the_steps_so_far():
-    sizes, progress = plan(6, repeats=2), [0, 100]
+    sizes = plan(6, repeats=2)
+    progress = [0, 100]
     built = RolloutSampler(30, sizes, True, 0, lambda: progress)
     first = list(built)
     progress[0] = 9  # within the last of five rollouts, two steps each
@@ -376,18 +462,23 @@ def test_sampler_takes_its_epoch_from_the_steps_so_far():
 
 
 def test_reading_the_rows_of_a_large_rollout_is_fast(monkeypatch):
-    """512 completions of 250 tokens, micro-batches of 8, four epochs: 256 batches are asked for, and pinned."""
+    """512 completions of 250 tokens, micro-batches of 8, four epochs: 256 batches are asked for,
+    and pinned."""
     rows = Dataset.from_dict({PROMPT_IDS: [list(range(250))] * 512, "prompt": ["w1 " * 250] * 512})
     sizes = BatchPlan(8, gradient_accumulation_steps=64, num_ppo_epochs=4)
     pins = []
     monkeypatch.setattr(Rows, "pin_memory", lambda self: pins.append(self) or self)
-    loader = DataLoader(range(512), 512, sampler=RolloutSampler(512, sizes, True, 0), collate_fn=Rows)
+    loader = DataLoader(
+        range(512), 512, sampler=RolloutSampler(512, sizes, True, 0), collate_fn=Rows
+    )
     start = time.perf_counter()
     batches = [send_to_device(pin_memory(batch), torch.device("cpu")) for batch in loader]
     numbers = sorted(set(batches[0]))
     read = rows.__getitems__(numbers)
     assert time.perf_counter() - start < 0.2
-    assert len(batches) == len(pins) == sizes.micro_steps == 256 and all(batch == batches[0] for batch in batches)
+    assert len(batches) == len(pins) == sizes.micro_steps == 256 and all(
+        batch == batches[0] for batch in batches
+    )
     assert numbers == list(range(512)) and len(read) == 512
 
 
@@ -396,20 +487,29 @@ def test_reading_the_rows_of_a_large_rollout_is_fast(monkeypatch):
 
 def drawn(weights, prompts_, generations=1, seed=0, played=None):
     played = torch.zeros(2, len(weights), dtype=torch.float64) if played is None else played
-    return weighted_rows(lambda episodes, scores: weights, played, plan(prompts_, generations), seed)
+    return weighted_rows(
+        lambda episodes, scores: weights, played, plan(prompts_, generations), seed
+    )
 
 
 @pytest.mark.parametrize("weights", [[1.0, 0.0, 3.0, 0.5, 2.5, 0.0], np.arange(40), torch.ones(12)])
 def test_rows_are_drawn_as_often_as_their_weights(weights):
     share = torch.as_tensor(weights).double() / sum(weights)
-    counts = torch.stack([torch.tensor(drawn(weights, 12, seed=n)).bincount(minlength=len(share)) for n in range(400)])
+    counts = torch.stack(
+        [
+            torch.tensor(drawn(weights, 12, seed=n)).bincount(minlength=len(share))
+            for n in range(400)
+        ]
+    )
     assert ((counts - 12 * share).abs() < 1).all()  # rounded up or down, in every rollout
     torch.testing.assert_close(counts.double().mean(0), 12 * share, rtol=0, atol=0.1)
 
 
 def test_last_row_is_drawn_where_single_precision_would_end_beyond_it(monkeypatch):
     monkeypatch.setattr(
-        torch, "rand", lambda size, dtype=torch.float32, **kwargs: torch.tensor(1 - 2.0**-24, dtype=dtype)
+        torch,
+        "rand",
+        lambda size, dtype=torch.float32, **kwargs: torch.tensor(1 - 2.0**-24, dtype=dtype),
     )
     assert sorted(drawn(torch.ones(512), 512)) == [*range(512)]
 
@@ -440,10 +540,13 @@ def test_curriculum_gets_episodes_and_mean_scores():
     assert weighted_rows(learnable, played, plan(2), 0) == [2, 2] and played[0, 0] == 0
 
 
-@pytest.mark.parametrize("weights", [[1.0, 1.0], [1.0, -1.0, 1.0], [0, 0, 0], [1.0, math.nan, 1.0], [math.inf, 1, 1]])
+@pytest.mark.parametrize(
+    "weights", [[1.0, 1.0], [1.0, -1.0, 1.0], [0, 0, 0], [1.0, math.nan, 1.0], [math.inf, 1, 1]]
+)
 def test_wrong_weights_of_a_curriculum_raise(weights):
     with pytest.raises(
-        ValueError, match=r"`curriculum` must return a weight of at least 0 for each of the 3 rows, .*got"
+        ValueError,
+        match=r"`curriculum` must return a weight of at least 0 for each of the 3 rows, .*got",
     ):
         weighted_rows(lambda *_: weights, torch.zeros(2, 3), plan(2), 0)
 
@@ -457,7 +560,8 @@ def stream_of(rows, prompts_):
 
 def test_stream_equals_the_unshuffled_sampler():
     for rows, prompts_ in itertools.product([1, 2, 5, 12, 13], [1, 4, 6]):
-        stream, expected = stream_of(rows, prompts_), list(sampler(rows, prompts_, 1, 1, shuffle=False))
+        stream = stream_of(rows, prompts_)
+        expected = list(sampler(rows, prompts_, 1, 1, shuffle=False))
         for epoch in range(2):
             numbers = range(epoch * len(expected), (epoch + 1) * len(expected))
             read = [row["row"] for row in stream.__getitems__([*numbers])]
@@ -473,7 +577,9 @@ def test_stream_skips_rows_of_finished_rollouts():
 
 def test_shuffled_stream_changes_its_order_per_epoch():
     rows = streamed(Dataset.from_dict({"row": list(range(30))})).shuffle(seed=0, buffer_size=30)
-    once, again = ([row["row"] for row in StreamedRows(rows, 6).__getitems__([*range(60)])] for _ in range(2))
+    once, again = (
+        [row["row"] for row in StreamedRows(rows, 6).__getitems__([*range(60)])] for _ in range(2)
+    )
     assert once == again and once[:30] != once[30:]
     assert sorted(once[:30]) == sorted(once[30:]) == list(range(30))
 
@@ -492,14 +598,19 @@ def test_empty_stream_raises(rows):
 
 @both_kinds
 def test_trainer_batch_holds_the_row_numbers_of_a_rollout(tmp_path, kind):
-    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "num_mini_batches": 2}
+    sizes = {
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "num_mini_batches": 2,
+    }
     sizes |= {"num_ppo_epochs": 2, "num_generations": 2}
     args = config(tmp_path, **sizes, shuffle_dataset=False, max_steps=12)
     rows = prompts(16)
     trainer = PPOTrainer(llama(), length_reward, args, kind(rows), processing_class=tokenizer())
     trainer.state.max_steps = args.max_steps
     batches = list(trainer.get_train_dataloader())
-    assert len(batches) == 3 * 8  # 16 prompts, 6 in a rollout; 2 epochs × 2 minibatches × 2 micro-batches
+    # 16 prompts, 6 in a rollout; 2 epochs × 2 minibatches × 2 micro-batches
+    assert len(batches) == 3 * 8
     for position, batch in enumerate(batches):
         rollout = position // 8
         expected = [(6 * rollout + k) for k in range(6) for _ in range(2)]
@@ -507,4 +618,6 @@ def test_trainer_batch_holds_the_row_numbers_of_a_rollout(tmp_path, kind):
         if position % 8 == 0:
             unique = sorted(set(batch))
             read = trainer._train_rows.__getitems__(unique)
-            assert [row["prompt"] for row in read] == [rows[number % 16]["prompt"] for number in unique]
+            assert [row["prompt"] for row in read] == [
+                rows[number % 16]["prompt"] for number in unique
+            ]

@@ -40,7 +40,13 @@ def estimates():
 
 
 def qwen3():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32, "head_dim": 16}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 32,
+        "head_dim": 16,
+    }
     return Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
 
 
@@ -51,16 +57,22 @@ def bytes_of(model):
         state = getattr(parameter, "quant_state", None)
         for part in (state, getattr(state, "state2", None)):
             if part is not None:
-                tensors += [x for x in (part.absmax, part.code, part.offset) if isinstance(x, torch.Tensor)]
+                tensors += [
+                    x for x in (part.absmax, part.code, part.offset) if isinstance(x, torch.Tensor)
+                ]
     for module in model.modules():
-        tensors += [x for x in (getattr(getattr(module, "weight", None), "SCB", None),) if x is not None]
+        tensors += [
+            x for x in (getattr(getattr(module, "weight", None), "SCB", None),) if x is not None
+        ]
     return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 # ---- counts ----
 
 
-@pytest.mark.parametrize("make", [llama, qwen2, qwen3, lambda: llama(classifier=True), lambda: llama(hidden_size=64)])
+@pytest.mark.parametrize(
+    "make", [llama, qwen2, qwen3, lambda: llama(classifier=True), lambda: llama(hidden_size=64)]
+)
 def test_weight_bytes_equal_those_of_the_model(make):
     real = make()
     classifier = "Classification" in type(real).__name__
@@ -83,16 +95,24 @@ def test_adapter_sizes_equal_those_of_peft(lora):
     sizes = adapter_sizes(on_meta(llama().config), peft_config)
     real = get_peft_model(llama(), peft_config)
     assert sizes.parameters == sum(x.numel() for x in real.parameters() if x.requires_grad)
-    named = ALL if lora["target_modules"] == "all-linear" else lora["target_modules"]
-    assert sizes.ranks == {name: lora.get("rank_pattern", {}).get(name, lora["r"]) for name in named}
+    if lora["target_modules"] == "all-linear":
+        named = ALL
+    else:
+        named = lora["target_modules"]
+    assert sizes.ranks == {
+        name: lora.get("rank_pattern", {}).get(name, lora["r"]) for name in named
+    }
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
 def test_quantized_bytes_equal_those_of_a_loaded_model(tmp_path, kind):
     llama(classifier=True, hidden_size=64).save_pretrained(tmp_path)
     loaded = load_classifier(str(tmp_path), torch.bfloat16, kind)
-    sizes = model_sizes(on_meta(loaded.config, True), 2, "int8" if kind == "int8" else "4bit double")
-    # not counted, since it does not grow with a layer: in 4 bits its two tables of codes, in 8 bits a number per row
+    sizes = model_sizes(
+        on_meta(loaded.config, True), 2, "int8" if kind == "int8" else "4bit double"
+    )
+    # not counted, since it does not grow with a layer: in 4 bits its two tables of codes, in 8 bits
+    # a number per row
     layers = [x for x in loaded.modules() if isinstance(x, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
     constants = sum(4 * x.out_features if kind == "int8" else 4 * (16 + 256) for x in layers)
     assert sizes.bytes + constants == pytest.approx(bytes_of(loaded), abs=2100)
@@ -103,7 +123,9 @@ def test_trained_parameters_equal_those_of_the_trainer(tmp_path, critic):
     from tiny import length_reward, prompts
 
     args = config(tmp_path, critic=critic)
-    trainer = trl_ppo_ext.PPOTrainer(llama(), length_reward, args, prompts(), processing_class=tokenizer())
+    trainer = trl_ppo_ext.PPOTrainer(
+        llama(), length_reward, args, prompts(), processing_class=tokenizer()
+    )
     parts = estimate_memory(llama().config, args, device="cpu").phases["update"]
     trained = sum(x.numel() for x in trainer.model.parameters() if x.requires_grad)
     assert parts["policy adapter"] + parts["critic"] == 4 * trained
@@ -143,7 +165,10 @@ def test_tracker_counts_each_storage_while_it_is_alive(estimates):
     "case",
     [
         pytest.param({"dtype": "fp32", "fields": {"critic": "adapter"}}, marks=pytest.mark.slow),
-        {"dtype": "bf16", "fields": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}},
+        {
+            "dtype": "bf16",
+            "fields": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        },
         pytest.param(
             {"dtype": "bf16", "classifier": "fp32", "fields": {"gradient_checkpointing": True}},
             marks=pytest.mark.slow,
@@ -166,14 +191,35 @@ def test_peaks_are_within_a_tenth_of_a_run(estimates, tmp_path, case):
 
 
 BASE = ModelSizes(
-    256, 1024, 4, 256, 128, False, 8192, linear=16 * 256**2 + 12 * 1024 * 256, others=8192 * 256, width=2
+    256,
+    1024,
+    4,
+    256,
+    128,
+    False,
+    8192,
+    linear=16 * 256**2 + 12 * 1024 * 256,
+    others=8192 * 256,
+    width=2,
 )
 
 
 def estimate(directory, **changes):
-    sizes = {"base": BASE, "adapter": AdapterSizes(32 * 16 * 256, dict.fromkeys(ALL, 16)), "prompt_length": 128}
-    sizes |= {name: changes.pop(name) for name in list(changes) if name in MemoryEstimate.__dataclass_fields__}
-    fields = {"num_mini_batches": 2, "gradient_accumulation_steps": 4, "max_completion_length": 128} | changes
+    sizes = {
+        "base": BASE,
+        "adapter": AdapterSizes(32 * 16 * 256, dict.fromkeys(ALL, 16)),
+        "prompt_length": 128,
+    }
+    sizes |= {
+        name: changes.pop(name)
+        for name in list(changes)
+        if name in MemoryEstimate.__dataclass_fields__
+    }
+    fields = {
+        "num_mini_batches": 2,
+        "gradient_accumulation_steps": 4,
+        "max_completion_length": 128,
+    } | changes
     return MemoryEstimate(config(directory, **fields), **sizes)
 
 
@@ -194,8 +240,14 @@ def part(run, phase, name):
         ({}, {"base": replace(BASE, layers=8)}),
         (NO_CRITIC, {}),
         ({"gradient_checkpointing": True}, {}),
-        ({"base": replace(BASE, quantization="4bit double")}, {"base": replace(BASE, quantization="4bit")}),
-        ({"base": replace(BASE, quantization="4bit")}, {"base": replace(BASE, quantization="int8")}),
+        (
+            {"base": replace(BASE, quantization="4bit double")},
+            {"base": replace(BASE, quantization="4bit")},
+        ),
+        (
+            {"base": replace(BASE, quantization="4bit")},
+            {"base": replace(BASE, quantization="int8")},
+        ),
         ({"base": replace(BASE, quantization="int8")}, {}),
         ({"optimizer": OPTIMIZERS["adamw_8bit"]}, {}),
         ({"on_gpu": False}, {}),
@@ -207,7 +259,8 @@ def part(run, phase, name):
     ],
 )
 def test_larger_runs_need_more(tmp_path, less, more):
-    smaller, larger = estimate(tmp_path, **less), estimate(tmp_path, **more)
+    smaller = estimate(tmp_path, **less)
+    larger = estimate(tmp_path, **more)
     assert smaller.needed < larger.needed
     for phase in ("generate", "score"):
         assert smaller.phases[phase].sum() <= larger.phases[phase].sum()
@@ -219,17 +272,24 @@ def test_colocated_vllm_takes_its_share_of_the_device(tmp_path):
     vllm = estimate(tmp_path, **colocated)
     assert part(plain, "generate", "KV cache") > 0 == part(vllm, "generate", "KV cache")
     memory = 4 * vllm.needed / 2**30
-    assert vllm.share_of_vllm(memory) == pytest.approx(0.4 * memory * 2**30) and plain.share_of_vllm(memory) == 0
+    assert (
+        vllm.share_of_vllm(memory) == pytest.approx(0.4 * memory * 2**30)
+        and plain.share_of_vllm(memory) == 0
+    )
     assert vllm.fits(memory) and not vllm.fits(1.6 * vllm.needed / 2**30)
     asleep = estimate(tmp_path, **colocated, vllm_enable_sleep_mode=True)
     # its keys and values are freed when the others are needed, its base is not
     assert BASE.bytes <= asleep.share_of_vllm(memory) < vllm.share_of_vllm(memory)
-    assert estimate(tmp_path, generation_backend="vllm", vllm_mode="server").share_of_vllm(memory) == 0
+    assert (
+        estimate(tmp_path, generation_backend="vllm", vllm_mode="server").share_of_vllm(memory) == 0
+    )
 
 
 def test_saved_tensors_equal_a_count_by_hand(tmp_path):
     """fp32, one layer, no critic: every saved tensor of the layer."""
-    base = ModelSizes(8, 16, 1, 8, 8, False, 32, linear=4 * 8 * 8 + 3 * 16 * 8, others=32 * 8, width=4)
+    base = ModelSizes(
+        8, 16, 1, 8, 8, False, 32, linear=4 * 8 * 8 + 3 * 16 * 8, others=32 * 8, width=4
+    )
     run = estimate(
         tmp_path,
         base=base,
@@ -242,11 +302,15 @@ def test_saved_tensors_equal_a_count_by_hand(tmp_path):
         gradient_accumulation_steps=1,
     )
     tokens = 2
-    # inputs of attention and MLP adapters, two norms, q k v out, out without padding, four of SwiGLU, seven of rank 2
+    # inputs of attention and MLP adapters, two norms, q k v out, out without padding, four of
+    # SwiGLU, seven of rank 2
     saved = tokens * 4 * (2 * 8 + 2 * 8 + 5 * 8 + 4 * 16 + 7 * 2)
     backward = tokens * 4 * (2 * 8 + 2 * 16)
     derivative = 4 * 8
-    assert part(run, "update", "activations") + part(run, "update", "logits") == saved + backward + derivative
+    assert (
+        part(run, "update", "activations") + part(run, "update", "logits")
+        == saved + backward + derivative
+    )
 
 
 # ---- docs/speed_and_memory.md, benchmarks/README.md ----
@@ -262,19 +326,26 @@ def test_benchmark_results_are_within_a_tenth():
     page = (ROOT / "benchmarks" / "README.md").read_text()
     assert len(told["results"]) >= 6
     for result in told["results"]:
-        measured, estimated = max(result["measured"]["phases"].values()), result["estimated"]["peak"]
+        measured = max(result["measured"]["phases"].values())
+        estimated = result["estimated"]["peak"]
         assert estimated == pytest.approx(measured, rel=0.1)
         assert (
-            f"| {result['name']} | {estimated:.1f} | {measured:.1f} | {result['measured']['resident']:.0f} |" in page
+            f"| {result['name']} | {estimated:.1f} | {measured:.1f} | "
+            f"{result['measured']['resident']:.0f} |" in page
         )
 
 
 def test_benchmark_results_are_current(estimates, tmp_path):
     """The page would be about other formulas if they had changed since."""
-    told = {x["name"]: x["estimated"]["peak"] for x in json.loads(estimates.RESULTS.read_text())["results"]}
+    told = {
+        x["name"]: x["estimated"]["peak"]
+        for x in json.loads(estimates.RESULTS.read_text())["results"]
+    }
     assert told.keys() == estimates.CASES.keys()
     for name, case in estimates.CASES.items():
         if case.shape.vocabulary <= 8192:  # larger ones take seconds to make
             directory = tmp_path / name
             estimates.saved_models(case, directory)
-            assert estimates.estimated(case, str(directory)).peak / 2**20 == pytest.approx(told[name], rel=0.01), name
+            assert estimates.estimated(case, str(directory)).peak / 2**20 == pytest.approx(
+                told[name], rel=0.01
+            ), name

@@ -1,4 +1,5 @@
-"""Invariants of the maths, on whatever hypothesis finds: padding, order, processes, bounds, degenerate rollouts."""
+"""Invariants of the maths, on whatever hypothesis finds: padding, order, processes, bounds,
+degenerate rollouts."""
 
 import threading
 from itertools import pairwise
@@ -37,9 +38,13 @@ FUNCTIONS = {
         ppo_math.clipped_policy_loss(x, y, x - y, 0.2, 0.3, 3.0), m, "token"
     ),
     "sequence policy loss": lambda x, y, m: ppo_math.aggregate_loss(
-        ppo_math.clipped_policy_loss(ppo_math.sequence_logprobs(x, y, m), y, x - y, 0.2, 0.3), m, "token"
+        ppo_math.clipped_policy_loss(ppo_math.sequence_logprobs(x, y, m), y, x - y, 0.2, 0.3),
+        m,
+        "token",
     ),
-    "value loss": lambda x, y, m: ppo_math.aggregate_loss(ppo_math.clipped_value_loss(x, y, y, 0.1), m, "token"),
+    "value loss": lambda x, y, m: ppo_math.aggregate_loss(
+        ppo_math.clipped_value_loss(x, y, y, 0.1), m, "token"
+    ),
     **{
         f"KL {k}": lambda x, y, m, k=k: ppo_math.masked_mean(ppo_math.kl_estimate(x, y, k), m)
         for k in ("k1", "k2", "k3")
@@ -76,7 +81,8 @@ def test_masked_positions_change_nothing(function, batch, gaps, garbage):
 @given(batches(), seeds)
 def test_order_of_rows_changes_nothing(function, batch, seed):
     order = torch.randperm(len(batch[0]), generator=torch.Generator().manual_seed(seed))
-    expected, given = function(*batch), function(*(tensor[order] for tensor in batch))
+    expected = function(*batch)
+    given = function(*(tensor[order] for tensor in batch))
     close(given, expected[order] if expected.ndim else expected)
 
 
@@ -84,7 +90,8 @@ class Meeting:
     """`all_sum` of processes that are threads here: all must reach it equally often."""
 
     def __init__(self, processes):
-        self.barrier, self.parts = threading.Barrier(processes, timeout=10), [None] * processes
+        self.barrier = threading.Barrier(processes, timeout=10)
+        self.parts = [None] * processes
 
     def all_sum(self, rank):
         def reduce(tensor):
@@ -128,7 +135,8 @@ def test_ranks_together_have_the_moments_of_the_whole_batch(function, batch, cut
     rows = len(batch[0])
     edges = [0, *sorted(min(cut, rows) for cut in cuts), rows]
     parts = [tuple(tensor[start:end] for tensor in batch) for start, end in pairwise(edges)]
-    expected, given = function(*batch), Meeting(len(parts)).run(function, parts)
+    expected = function(*batch)
+    given = Meeting(len(parts)).run(function, parts)
     if expected.ndim:
         close(torch.cat(given), expected)
     else:
@@ -141,7 +149,10 @@ def test_ranks_together_have_the_moments_of_the_whole_batch(function, batch, cut
 def test_micro_batches_add_up_to_the_loss_of_the_step(batch, mode, cuts):
     x, y, mask = batch
     rows = len(x)
-    count = mask.sum() if mode == "token" else (mask.sum(1) > 0).sum()
+    if mode == "token":
+        count = mask.sum()
+    else:
+        count = (mask.sum(1) > 0).sum()
     x.requires_grad_()
     (whole,) = torch.autograd.grad(mean_loss(x, y, mask, mode), x)
     edges = [0, *sorted(min(cut, rows) for cut in cuts), rows]
@@ -159,7 +170,9 @@ def gae_by_hand(rewards, values, gamma, lam):
     """Python floats, forwards: Âₜ = Σₖ (γλ)ᵏ δₜ₊ₖ."""
     after = [*values[1:], 0.0]
     deltas = [r + gamma * v_next - v for r, v, v_next in zip(rewards, values, after)]
-    return [sum((gamma * lam) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))]
+    return [
+        sum((gamma * lam) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))
+    ]
 
 
 @property_test
@@ -168,7 +181,9 @@ def test_gae_equals_the_sum_of_discounted_residuals(batch, gamma, lam):
     rewards, values, mask = batch
     advantages, returns = ppo_math.gae(rewards, values, mask, gamma, lam)
     for row, counts in enumerate(mask.bool()):
-        expected = gae_by_hand(rewards[row][counts].tolist(), values[row][counts].tolist(), gamma, lam)
+        expected = gae_by_hand(
+            rewards[row][counts].tolist(), values[row][counts].tolist(), gamma, lam
+        )
         close(advantages[row][counts], torch.tensor(expected, dtype=torch.float64))
     close(returns, (advantages + values) * mask)
 
@@ -180,8 +195,11 @@ def test_extreme_lambdas_are_monte_carlo_and_the_residual(batch, gamma):
     _, returns = ppo_math.gae(rewards, values, mask, gamma, 1.0)
     residuals, _ = ppo_math.gae(rewards, values, mask, gamma, 0.0)
     for row, counts in enumerate(mask.bool()):
-        r, v = rewards[row][counts], values[row][counts]
-        discounted = [sum(gamma**k * x for k, x in enumerate(r[t:].tolist())) for t in range(len(r))]
+        r = rewards[row][counts]
+        v = values[row][counts]
+        discounted = [
+            sum(gamma**k * x for k, x in enumerate(r[t:].tolist())) for t in range(len(r))
+        ]
         close(returns[row][counts], torch.tensor(discounted, dtype=torch.float64))
         close(residuals[row][counts], r + gamma * torch.cat([v[1:], v.new_zeros(len(v[:1]))]) - v)
 
@@ -193,7 +211,10 @@ def test_gae_is_linear_and_zero_for_a_perfect_critic(batch, gamma, lam, factor):
     gae = ppo_math.gae
     together, _ = gae(rewards + factor * others, values * (1 + factor), mask, gamma, lam)
     close(
-        together, gae(rewards, values, mask, gamma, lam)[0] + factor * gae(others, values, mask, gamma, lam)[0], 1e-7
+        together,
+        gae(rewards, values, mask, gamma, lam)[0]
+        + factor * gae(others, values, mask, gamma, lam)[0],
+        1e-7,
     )
     perfect = gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
     close(gae(rewards, perfect, mask, gamma, lam)[0], torch.zeros_like(rewards), atol=1e-8)
@@ -215,8 +236,11 @@ def test_whitening_removes_shift_and_scale(batch, shift, scale):
     expected = counted.var() / (counted.var() + 1e-8)
     close(kept.mean(), kept.new_zeros(()), atol=1e-7)
     close(kept.var(), expected, rtol=1e-6)
-    close(ppo_math.whiten(shift + scale * x, mask)[0], white, rtol=1e-2, atol=1e-6)  # 1e-8 over 0.1² times 0.01²
-    close(ppo_math.whiten(x, mask, keeps_mean=True)[0][mask.bool()].mean(), counted.mean(), rtol=1e-6)
+    # 1e-8 over 0.1² times 0.01²
+    close(ppo_math.whiten(shift + scale * x, mask)[0], white, rtol=1e-2, atol=1e-6)
+    close(
+        ppo_math.whiten(x, mask, keeps_mean=True)[0][mask.bool()].mean(), counted.mean(), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("value", [0.0, 100.7, 5000.3])
@@ -235,7 +259,11 @@ def test_correlation_reaches_its_bounds_on_a_line(batch, slope, shift):
     correlation = ppo_math.masked_correlation(x, y, mask)
     assert -1 - 1e-9 <= correlation <= 1 + 1e-9
     assume(mask.sum() >= 2 and x[mask.bool()].std() > 1e-4)
-    close(ppo_math.masked_correlation(x, shift - slope * x, mask), correlation.new_tensor(-1.0), atol=1e-5)
+    close(
+        ppo_math.masked_correlation(x, shift - slope * x, mask),
+        correlation.new_tensor(-1.0),
+        atol=1e-5,
+    )
     assert ppo_math.explained_variance(x, y, mask) <= 1
 
 
@@ -250,7 +278,11 @@ def test_ratios_stay_finite_for_huge_log_ratios_in_float32(batch, shift):
     for dual_clip in (None, 3.0):
         per_token = ppo_math.clipped_policy_loss(moved, logprobs, advantages, 0.2, 0.2, dual_clip)
         (gradient,) = torch.autograd.grad(ppo_math.aggregate_loss(per_token, mask, "token"), moved)
-        assert per_token.isfinite().all() and gradient.isfinite().all() and (gradient**2).sum().isfinite()
+        assert (
+            per_token.isfinite().all()
+            and gradient.isfinite().all()
+            and (gradient**2).sum().isfinite()
+        )
     for estimator in ("k1", "k2", "k3"):
         kl = ppo_math.kl_estimate(moved, logprobs, estimator)
         (gradient,) = torch.autograd.grad(ppo_math.aggregate_loss(kl, mask, "token"), moved)
@@ -268,7 +300,8 @@ def test_clipped_loss_is_bounded_with_its_gradient_or_none(batch, low, high, dua
     loss = ppo_math.clipped_policy_loss(logprobs, old, advantages, low, high)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     with torch.no_grad():
-        assert (loss >= -advantages * ratio - 1e-9).all()  # pessimistic: never better than without the clip
+        # pessimistic: never better than without the clip
+        assert (loss >= -advantages * ratio - 1e-9).all()
         good = advantages > 0
         assert (loss[good] >= -(1 + high) * advantages[good] - 1e-9).all()
         assert (loss[~good] >= -(1 - low) * advantages[~good] - 1e-9).all()
@@ -276,7 +309,9 @@ def test_clipped_loss_is_bounded_with_its_gradient_or_none(batch, low, high, dua
         close(gradient, torch.where(beyond, 0.0, -advantages * ratio))
         dual = ppo_math.clipped_policy_loss(logprobs, old, advantages, low, high, dual_clip)
         assert (dual <= torch.maximum(loss, torch.zeros_like(loss)) + 1e-9).all()
-        assert (dual[~good] <= -dual_clip * advantages[~good] + 1e-9).all() and torch.equal(dual[good], loss[good])
+        assert (dual[~good] <= -dual_clip * advantages[~good] + 1e-9).all() and torch.equal(
+            dual[good], loss[good]
+        )
 
 
 @property_test
@@ -294,7 +329,9 @@ def test_clipped_value_loss_is_never_below_the_unclipped(batch, cliprange):
 @given(batches())
 def test_kl_estimators_have_their_signs(batch):
     logprobs, ref, _ = batch
-    k1, k2, k3 = (ppo_math.kl_estimate(logprobs, ref, estimator) for estimator in ("k1", "k2", "k3"))
+    k1, k2, k3 = (
+        ppo_math.kl_estimate(logprobs, ref, estimator) for estimator in ("k1", "k2", "k3")
+    )
     assert torch.equal(k1, -ppo_math.kl_estimate(ref, logprobs, "k1"))
     assert (k2 >= 0).all() and torch.equal(k2, ppo_math.kl_estimate(ref, logprobs, "k2"))
     near = k1.abs() < 20
@@ -310,4 +347,8 @@ def test_constant_loss_aggregates_to_itself_or_the_mean_length(batch, constant):
     lengths = mask.sum(1)
     mean_length = lengths.sum() / (lengths > 0).sum()
     for mode, factor in zip(MODES, (1.0, 1.0, mean_length)):
-        close(ppo_math.aggregate_loss(flat, mask, mode), x.new_tensor(constant * float(factor)), rtol=1e-6)
+        close(
+            ppo_math.aggregate_loss(flat, mask, mode),
+            x.new_tensor(constant * float(factor)),
+            rtol=1e-6,
+        )

@@ -10,10 +10,17 @@ from trl_ppo_ext.redaction import is_secret, redacted, without_keys, without_sec
 
 # put together here, because scanners of repositories would take whole ones for secrets
 MIXED = "aZ3kP9qLm2XvB7tRw5Yc8Ns4Dq6"  # letters and digits
-LOWER, UPPER, HEX, DIGITS = MIXED.lower(), MIXED.upper(), "3f9a1c7e5b2d8064" * 2, "4820193756"
+LOWER = MIXED.lower()
+UPPER = MIXED.upper()
+HEX = "3f9a1c7e5b2d8064" * 2
+DIGITS = "4820193756"
 SLASHED = "wJalrXUtn/K7MDENG+bPxRfiCYzz0q1LmE/KEYab"
 BASE64 = "dXNlcjpodW50ZXIy"  # user:hunter2
-PEM = "-----BEGIN {0}PRIVATE KEY-----\n" + "MIIEpAIBAAKCAQEA\nhunter2+x/\n" + "-----END {0}PRIVATE KEY-----"
+PEM = (
+    "-----BEGIN {0}PRIVATE KEY-----\n"
+    + "MIIEpAIBAAKCAQEA\nhunter2+x/\n"
+    + "-----END {0}PRIVATE KEY-----"
+)
 
 SHAPES = {  # texts by the part that must not be left
     "AKIA": [
@@ -120,10 +127,10 @@ def test_secret_in_free_text_is_masked(text, secret):
 
 
 NAMES = (
-    "api_key apikey API-KEY openaiApiKey token accessToken authtoken refresh_tokens secret clientSecret "
-    "password DBPASSWORD passwd pwd pass passcode passphrase credentials auth oauth bearer private_key privatekey "
-    "access_key accesskey signing_key connection_string connectionString dsn cookie session_id jwt otp "
-    "webhook_url mnemonic github_pat api_key_2"
+    "api_key apikey API-KEY openaiApiKey token accessToken authtoken refresh_tokens secret "
+    "clientSecret password DBPASSWORD passwd pwd pass passcode passphrase credentials auth oauth "
+    "bearer private_key privatekey access_key accesskey signing_key connection_string "
+    "connectionString dsn cookie session_id jwt otp webhook_url mnemonic github_pat api_key_2"
 ).split()
 
 
@@ -142,16 +149,25 @@ def test_setting_with_the_name_of_a_secret_is_masked(name):
 @pytest.mark.parametrize(
     "text",
     [
-        "max_tokens: 5, max_new_tokens=256, total_tokens=1024 and {'prompt_tokens': 12, 'completion_tokens': 34}",
+        "max_tokens: 5, max_new_tokens=256, total_tokens=1024 and {'prompt_tokens': 12, "
+        "'completion_tokens': 34}",
         "eos_token='</s>' pad_token=<pad> stop_token: 'x9' pad_token_id=0 token_ids=[1, 2]",
-        "commit dbe0a9d6c4b1f3e2a7980123456789abcdef0123 of 2026-10-01T12:34:56, 123e4567-e89b-12d3-a456-426614174000",
-        "KeyError: 'answer2', and the keys=['a'] of a monkey: banana1, keyboard=qwerty1, secretary: Anna2, author=Ann",
-        "expected token: 5, 3 headers: 3 rows, pass: 12, fail: 3, sort(key=len), key=lambda row: row.name",
-        "The key: always practice. Unexpected token: 'the'. Missing key: 'name'. The password must have 8 characters.",
-        "password is required; password authentication failed for bob; Bearer token required; Basic authentication",
-        "meta-llama/Meta-Llama-3-8B-Instruct, Qwen2ForCausalLM, Qwen/Qwen2.5-0.5B-Instruct, sk-1, sk-learn-contrib-x",
-        "hf_hub_download_with_retries(repo_id='a/b'), npm_config_registry_of_user, task-based-rewards-of-the-policy",
-        "git@github.com:a/b /home/u/ppo-2026-01-02/checkpoint-1000 at http://h:80/v1/models?limit=5 of me@host.org",
+        "commit dbe0a9d6c4b1f3e2a7980123456789abcdef0123 of 2026-10-01T12:34:56, "
+        "123e4567-e89b-12d3-a456-426614174000",
+        "KeyError: 'answer2', and the keys=['a'] of a monkey: banana1, keyboard=qwerty1, "
+        "secretary: Anna2, author=Ann",
+        "expected token: 5, 3 headers: 3 rows, pass: 12, fail: 3, sort(key=len), key=lambda row: "
+        "row.name",
+        "The key: always practice. Unexpected token: 'the'. Missing key: 'name'. The password "
+        "must have 8 characters.",
+        "password is required; password authentication failed for bob; Bearer token required; "
+        "Basic authentication",
+        "meta-llama/Meta-Llama-3-8B-Instruct, Qwen2ForCausalLM, Qwen/Qwen2.5-0.5B-Instruct, sk-1, "
+        "sk-learn-contrib-x",
+        "hf_hub_download_with_retries(repo_id='a/b'), npm_config_registry_of_user, "
+        "task-based-rewards-of-the-policy",
+        "git@github.com:a/b /home/u/ppo-2026-01-02/checkpoint-1000 at "
+        "http://h:80/v1/models?limit=5 of me@host.org",
         "password=None, token=True, api_key=<unset>, headers={}",
         "step 100/1000 reward=0.5 kl=0.01 num_tokens=123456789012345678901234",
         "TypeError: guess() got an unexpected keyword argument 'secret'; use guess(number=7)",
@@ -167,11 +183,15 @@ def test_no_setting_of_a_run_has_the_name_of_a_secret_but_the_token():
 
 def test_keys_of_known_forms_are_masked_and_code_is_not():
     code = "sorted(rows, key=lambda row: row['password']); password = 'x1'"
-    assert without_keys(f"{code}; hf_{MIXED}, u:p@x, http://u:p@x") == f"{code}; ***, u:p@x, http://***@x"
+    assert (
+        without_keys(f"{code}; hf_{MIXED}, u:p@x, http://u:p@x")
+        == f"{code}; ***, u:p@x, http://***@x"
+    )
 
 
 @pytest.mark.parametrize(
-    "part", ["://a:", "a" * 20, "key=", "--key ", "eyJ", "a.", "sk-", "-----BEGIN PRIVATE KEY-----", '"']
+    "part",
+    ["://a:", "a" * 20, "key=", "--key ", "eyJ", "a.", "sk-", "-----BEGIN PRIVATE KEY-----", '"'],
 )
 def test_hostile_text_takes_linear_time(part):
     began = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Sequences, rollouts and their minibatches: padding is exact, and every row is learned from once an epoch."""
+"""Sequences, rollouts and their minibatches: padding is exact, and every row is learned from
+once an epoch."""
 
 import itertools
 from dataclasses import fields, replace
@@ -19,14 +20,19 @@ TENSORS = ["response_mask", "old_logprobs", "advantages", "ref_logprobs", "old_v
 
 
 def sequences(rows=range(4), pad=PAD):
-    return Sequences.from_token_ids([PROMPTS[r] for r in rows], [COMPLETIONS[r] for r in rows], pad, "cpu")
+    return Sequences.from_token_ids(
+        [PROMPTS[r] for r in rows], [COMPLETIONS[r] for r in rows], pad, "cpu"
+    )
 
 
 def rollout(rows=4):
-    """A rollout in which every number says where it comes from: 100·row + position, and 1000 more by field."""
+    """A rollout in which every number says where it comes from: 100·row + position, and 1000
+    more by field."""
     part = sequences([r % 4 for r in range(rows)])
     place = 100 * torch.arange(rows)[:, None] + torch.arange(part.completion_ids.shape[1])
-    return Rollout(part, part.completion_mask, *(place + 1000 * (k + 1) for k in range(len(TENSORS) - 1)))
+    return Rollout(
+        part, part.completion_mask, *(place + 1000 * (k + 1) for k in range(len(TENSORS) - 1))
+    )
 
 
 def same(one, other):
@@ -49,16 +55,25 @@ def test_masks_find_the_tokens_again_whatever_padding_is_filled_with():
         for row in range(4):
             mask = padded.attention_mask[row].bool()
             assert padded.input_ids[row][mask].tolist() == PROMPTS[row] + COMPLETIONS[row]
-            assert padded.completion_ids[row][padded.completion_mask[row]].tolist() == COMPLETIONS[row]
+            assert (
+                padded.completion_ids[row][padded.completion_mask[row]].tolist() == COMPLETIONS[row]
+            )
         assert torch.equal(padded.attention_mask[:, 4:].bool(), padded.completion_mask)
 
 
-@pytest.mark.parametrize("make", [sequences, lambda rows=range(4): episodes(rows)], ids=["one turn", "turns"])
+@pytest.mark.parametrize(
+    "make", [sequences, lambda rows=range(4): episodes(rows)], ids=["one turn", "turns"]
+)
 def test_rows_are_what_padding_those_rows_alone_gives(make):
     for rows in (rows for n in (1, 2, 3, 4) for rows in itertools.permutations(range(4), n)):
-        part, alone = make().rows(torch.tensor(rows)), make(rows)
-        assert same(replace(part, prompt_ids=part.prompt_ids[:, -alone.prompt_ids.shape[1] :]), alone), rows
-        assert all(x is y or bool(torch.as_tensor(x == y).all()) for x, y in zip(part.packed, alone.packed))
+        part = make().rows(torch.tensor(rows))
+        alone = make(rows)
+        assert same(
+            replace(part, prompt_ids=part.prompt_ids[:, -alone.prompt_ids.shape[1] :]), alone
+        ), rows
+        assert all(
+            x is y or bool(torch.as_tensor(x == y).all()) for x, y in zip(part.packed, alone.packed)
+        )
 
 
 def test_rows_of_a_rollout_keep_each_number_at_its_token():
@@ -88,14 +103,19 @@ def test_packed_rows_follow_each_other_and_are_read_before_sampled_tokens():
     following = packed.input_ids[packed.reads + 1]
     assert torch.equal(following, episodes().pick(episodes().completion_ids))
     padded = packed.pad(packed.input_ids)
-    assert [ids[: len(row)].tolist() for ids, row in zip(padded, rows)] == rows and padded.shape == (4, 7)
+    assert [
+        ids[: len(row)].tolist() for ids, row in zip(padded, rows)
+    ] == rows and padded.shape == (4, 7)
     assert torch.equal(packed.unpad(padded), packed.input_ids)
 
 
 def test_padding_keeps_only_places_for_its_backward():
-    packed, kept = episodes().packed, []
+    packed = episodes().packed
+    kept = []
     x = torch.randn(len(packed.input_ids), 3, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: kept.append(saved) or saved, lambda saved: saved
+    ):
         padded = packed.pad(x)
     assert all(torch.equal(saved, packed.cells) for saved in kept)
     (gradient,) = torch.autograd.grad(padded.square().sum(), x)
@@ -103,8 +123,11 @@ def test_padding_keeps_only_places_for_its_backward():
 
 
 def test_tokens_of_the_environment_are_read_and_not_picked():
-    mixed, plain = episodes(), sequences()
-    assert torch.equal(mixed.attention_mask, plain.attention_mask) and torch.equal(mixed.lengths, plain.lengths)
+    mixed = episodes()
+    plain = sequences()
+    assert torch.equal(mixed.attention_mask, plain.attention_mask) and torch.equal(
+        mixed.lengths, plain.lengths
+    )
     assert mixed.pick(mixed.completion_ids).tolist() == [15, 25, 27, 35, 36, 39, 45, 46]
     assert mixed.positions.tolist() == [0, 0, 2, 0, 1, 4, 0, 1]
     assert torch.equal(mixed.spread(torch.ones(8)).bool(), mixed.completion_mask)
@@ -136,7 +159,9 @@ def test_cut_makes_the_largest_micro_batch_as_small_as_possible(parts):
         return max(len(x) * int(x.max()) for x in batches)
 
     others = itertools.combinations(range(1, 7), parts - 1)
-    assert largest([lengths[rows] for rows in cut_rows]) == min(largest(best.tensor_split(ends)) for ends in others)
+    assert largest([lengths[rows] for rows in cut_rows]) == min(
+        largest(best.tensor_split(ends)) for ends in others
+    )
 
 
 @pytest.mark.parametrize("role", ROLES)

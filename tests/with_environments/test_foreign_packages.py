@@ -1,7 +1,8 @@
-"""Environments of other packages, trained on as they are; `make test-environments` installs the packages.
+"""Environments of other packages, trained on as they are; `make test-environments` installs the
+packages.
 
-Each adapter takes at most 15 lines. A turn is one token: the vocabulary has the actions of the game, so that tiny
-models with random weights earn different rewards.
+Each adapter takes at most 15 lines. A turn is one token: the vocabulary has the actions of the
+game, so that tiny models with random weights earn different rewards.
 """
 
 import sys
@@ -36,7 +37,9 @@ def guessing_of_textarena(folder):
 
         def seen(self):
             kinds = textarena.ObservationType
-            return "\n".join(x for _, x, kind in self.game.get_observation()[1] if kind != kinds.PLAYER_ACTION)
+            return "\n".join(
+                x for _, x, kind in self.game.get_observation()[1] if kind != kinds.PLAYER_ACTION
+            )
 
     return Guess, [f"[{number}]" for number in range(1, 21)], [{"prompt": ""}], 10
 
@@ -60,7 +63,12 @@ def sums_of_reasoning_gym(folder):
         def step(self, text):
             return "", self.data.score_answer(text, self.entry), True
 
-    return ChainSum, [str(number) for number in range(-9, 19)], [{"prompt": "", "number": n} for n in range(8)], 1
+    return (
+        ChainSum,
+        [str(number) for number in range(-9, 19)],
+        [{"prompt": "", "number": n} for n in range(8)],
+        1,
+    )
 
 
 def games_of_textworld(folder):
@@ -88,11 +96,13 @@ def doors_of_openenv(folder):
         state = State()
 
         def reset(self, seed=None, episode_id=None, **kwargs):
-            self.code, self.tries = 1 + seed % 4, 0
+            self.code = 1 + seed % 4
+            self.tries = 0
             return Seen(text="locked")
 
         def step(self, action, timeout_s=None, **kwargs):
-            self.tries, opens = self.tries + 1, action.text == str(self.code)
+            opens = action.text == str(self.code)
+            self.tries = self.tries + 1
             text, reward = ("open", 1.0) if opens else ("locked", -0.5)
             return Seen(text=text, reward=reward, done=opens or self.tries == 4)
 
@@ -117,7 +127,13 @@ def doors_of_openenv(folder):
     return OpenEnv, ["1", "2", "3", "4"], [{"prompt": ""}], 4
 
 
-PACKAGES = [guessing_of_textarena, guessing_of_gem, sums_of_reasoning_gym, games_of_textworld, doors_of_openenv]
+PACKAGES = [
+    guessing_of_textarena,
+    guessing_of_gem,
+    sums_of_reasoning_gym,
+    games_of_textworld,
+    doors_of_openenv,
+]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -138,9 +154,15 @@ def test_environment_of_a_package_is_trained_on(tmp_path, package):
         processing_class=text,
         environment_factory=factory,
     )
-    before = {name: x.detach().clone() for name, x in run.model.named_parameters() if "lora_B" in name}
+    before = {
+        name: x.detach().clone() for name, x in run.model.named_parameters() if "lora_B" in name
+    }
     run.train()
     logged = run.state.log_history[0]
     assert logged["reward_std"] > 0 and logged["episodes/turns"] <= turns
     assert logged.get("episodes/failed", 0) == 0 and logged["episodes/overlong"] == 0
-    assert any(not torch.equal(x, before[name]) for name, x in run.model.named_parameters() if name in before)
+    assert any(
+        not torch.equal(x, before[name])
+        for name, x in run.model.named_parameters()
+        if name in before
+    )

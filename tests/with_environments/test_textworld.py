@@ -33,7 +33,9 @@ def test_walkthrough_wins_with_a_reward_for_each_command(games):
         played = TextWorld()
         played.reset(row, 0)
         *rewards, (_, last, done) = [played.step(command) for command in commands(row)]
-        assert [reward for _, reward, _ in rewards] == [pytest.approx(1 / played.steps)] * len(rewards)
+        assert [reward for _, reward, _ in rewards] == [pytest.approx(1 / played.steps)] * len(
+            rewards
+        )
         assert played.won and done and last == pytest.approx(1 + 1 / played.steps)
 
 
@@ -41,7 +43,10 @@ def test_inadmissible_command_takes_a_turn_and_reaches_no_engine(games, tmp_path
     monkeypatch.chdir(tmp_path)
     played = TextWorld()
     first = played.reset(games[0], 0)
-    steps = [played.step(text) for text in ("save", "", "two\nlines", "restart", "quit", "examine nothing")]
+    steps = [
+        played.step(text)
+        for text in ("save", "", "two\nlines", "restart", "quit", "examine nothing")
+    ]
     listed = first.partition("\n")[2].partition("\n")[2]
     assert [x[:2] for x in steps] == [(f"You cannot do that.\n{listed}", 0.0)] * 6
     assert [x[2] for x in steps] == [False] * 5 + [True] and not [*tmp_path.iterdir()]
@@ -56,7 +61,9 @@ def test_games_that_start_in_threads_are_those_of_one_after_the_other(games):
 
 
 def test_cost_is_subtracted_from_the_reward_of_each_command(games):
-    plain, paid, tool = TextWorld(), costly(0.05)(), as_tool(0.05)()
+    plain = TextWorld()
+    paid = costly(0.05)()
+    tool = as_tool(0.05)()
     plain.reset(games[0], 0)
     paid.reset(games[0], 0)
     tool.reset(**games[0])
@@ -70,23 +77,34 @@ def test_cost_is_subtracted_from_the_reward_of_each_command(games):
 
 
 def test_tools_play_the_same_episode(games):
-    played, tool = TextWorld(), as_tool()()
+    played = TextWorld()
+    tool = as_tool()()
     assert tool.reset(**games[0]) == played.reset(games[0], 0)
     *seen, last = [tool.command(command) for command in commands(games[0])]
-    assert seen == [played.step(command)[0] for command in commands(games[0])][:-1] and len(last) > 1000
+    assert (
+        seen == [played.step(command)[0] for command in commands(games[0])][:-1]
+        and len(last) > 1000
+    )
     assert tool.won and tool.get_reward() == pytest.approx(2)
 
 
 def test_template_writes_a_turn_and_a_tool_call_with_the_same_tokens(games):
     text = byte_tokenizer()
-    text.chat_template, text.response_template = TEMPLATE, RESPONSES
+    text.chat_template = TEMPLATE
+    text.response_template = RESPONSES
     messages = walkthrough(games[0])
     as_calls = []
     for message in messages:
-        as_calls.append(message | ({"role": "tool", "name": "command"} if message["role"] == "user" else {}))
+        as_calls.append(
+            message | ({"role": "tool", "name": "command"} if message["role"] == "user" else {})
+        )
         if message["role"] == "assistant":
-            prefix = text.apply_chat_template(as_calls[:-1], add_generation_prompt=True, return_dict=False)
-            as_calls[-1] = parse_response(text, text(f"{message['content']}<|im_end|>")["input_ids"], prefix=prefix)
+            prefix = text.apply_chat_template(
+                as_calls[:-1], add_generation_prompt=True, return_dict=False
+            )
+            as_calls[-1] = parse_response(
+                text, text(f"{message['content']}<|im_end|>")["input_ids"], prefix=prefix
+            )
             assert as_calls[-1]["tool_calls"][0]["function"] == {
                 "name": "command",
                 "arguments": {"command": message["content"]},

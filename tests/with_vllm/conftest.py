@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-INSTALLED = getattr(find_spec("vllm"), "origin", None) is not None  # this folder, too, is a package of that name
+# this folder, too, is a package of that name
+INSTALLED = getattr(find_spec("vllm"), "origin", None) is not None
 if INSTALLED:  # before anything imports it
     os.environ |= {
         "TORCHDYNAMO_DISABLE": "1",  # otherwise the first rollout compiles for seconds
@@ -14,7 +15,8 @@ if INSTALLED:  # before anything imports it
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what starts vLLM, with the reason, where it is not installed; servers come before engines."""
+    """Skip what starts vLLM, with the reason, where it is not installed; servers come before
+    engines."""
     # tests of a server fork, and a fork of a process that has an engine crashes at its end
     items.sort(key=lambda item: item.path.name in ("test_colocated.py", "test_runs_with_vllm.py"))
     for item in items:

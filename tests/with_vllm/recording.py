@@ -1,6 +1,8 @@
-"""Answers of the real server, right and wrong, of which `tests/fake_vllm.py` makes a server for the quick tests.
+"""Answers of the real server, right and wrong, of which `tests/fake_vllm.py` makes a server for the
+quick tests.
 
-`python tests/with_vllm/recording.py` records them anew; `test_recording.py` checks that the server still answers so.
+`python tests/with_vllm/recording.py` records them anew; `test_recording.py` checks that the server
+still answers so.
 """
 
 import json
@@ -21,7 +23,14 @@ from vllm_servers import ADAPTERS, served
 
 RECORDED = Path(__file__).with_name("recorded.json")
 CHANGING = {"created", "permission", "system_fingerprint"}
-COMPLETION = {"prompt": [4, 5, 6], "n": 2, "seed": 7, "max_tokens": 3, "logprobs": 0, "return_token_ids": True}
+COMPLETION = {
+    "prompt": [4, 5, 6],
+    "n": 2,
+    "seed": 7,
+    "max_tokens": 3,
+    "logprobs": 0,
+    "return_token_ids": True,
+}
 
 
 def prepare(folder):
@@ -38,16 +47,24 @@ def prepare(folder):
 
 
 def same(value, folder):
-    """What is the same in each recording: no times, no numbers of requests and tokens, no paths of this machine."""
+    """What is the same in each recording: no times, no numbers of requests and tokens, no paths
+    of this machine."""
     if isinstance(value, dict):
         named = {key: x for key, x in value.items() if key not in CHANGING}
         named |= {"id": ""} if str(named.get("id")).startswith("cmpl-") else {}
-        return {key: [] if key in ("top_logprobs", "tokens") else same(x, folder) for key, x in named.items()}
+        return {
+            key: [] if key in ("top_logprobs", "tokens") else same(x, folder)
+            for key, x in named.items()
+        }
     if isinstance(value, list):
         return [same(x, folder) for x in value]
     if isinstance(value, str) and value.startswith(" w"):
         return ""  # completion
-    return value.replace(str(folder), "FOLDER") if isinstance(value, str) else 0.0 if type(value) is float else value
+    if isinstance(value, str):
+        return value.replace(str(folder), "FOLDER")
+    if type(value) is float:
+        return 0.0
+    return value
 
 
 def answers(server, folder):
@@ -63,7 +80,9 @@ def answers(server, folder):
         "models with an adapter": lambda: server.get("/v1/models"),
         "completed": lambda: server.post("/v1/completions", COMPLETION | {"model": "fits"}),
         "not loaded": lambda: server.post("/v1/completions", COMPLETION | {"model": "nowhere"}),
-        "too long": lambda: server.post("/v1/completions", COMPLETION | {"model": "fits", "max_tokens": 400}),
+        "too long": lambda: server.post(
+            "/v1/completions", COMPLETION | {"model": "fits", "max_tokens": 400}
+        ),
         "unloaded": lambda: server.post("/v1/unload_lora_adapter", {"lora_name": "fits"}),
         "unloaded already": lambda: server.post("/v1/unload_lora_adapter", {"lora_name": "fits"}),
     }
@@ -71,7 +90,9 @@ def answers(server, folder):
 
 
 def load(server, directory):
-    return server.post("/v1/load_lora_adapter", {"lora_name": directory.name, "lora_path": str(directory)})
+    return server.post(
+        "/v1/load_lora_adapter", {"lora_name": directory.name, "lora_path": str(directory)}
+    )
 
 
 def shown(answer, folder):
@@ -83,16 +104,23 @@ def answers_of_others(base, folder):
     """Answers of servers that were started without an option, need a key, or whose engine dies."""
     with served(base, folder / "log-1", ()) as server:
         found = {"without --enable-lora": shown(load(server, folder / "fits"), folder)}
-    unset, key = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}, {"VLLM_API_KEY": "tok-0123456789"}
+    unset = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}
+    key = {"VLLM_API_KEY": "tok-0123456789"}
     with served(base, folder / "log-2", ADAPTERS, **unset) as server:
-        found["without VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = shown(load(server, folder / "fits"), folder)
+        found["without VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = shown(
+            load(server, folder / "fits"), folder
+        )
         answer = []
         body = COMPLETION | {"model": base, "n": 64, "max_tokens": 250, "ignore_eos": True}
-        request = threading.Thread(target=lambda: answer.append(server.post("/v1/completions", body)))
+        request = threading.Thread(
+            target=lambda: answer.append(server.post("/v1/completions", body))
+        )
         request.start()
         time.sleep(0.5)
         children = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(server.process.pid)], capture_output=True, text=True
+            ["ps", "-o", "pid=,args=", "--ppid", str(server.process.pid)],
+            capture_output=True,
+            text=True,
         ).stdout
         engine = next(line.split()[0] for line in children.splitlines() if "EngineCore" in line)
         os.kill(int(engine), signal.SIGKILL)

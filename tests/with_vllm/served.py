@@ -25,7 +25,9 @@ def small_llama(**kwargs):
 
 def long_prompts():
     """Every other prompt is longer than a block of the cache."""
-    texts = [" ".join(WORDS[token - 4] for token in ids) for pair in zip(SHORT, LONG) for ids in pair]
+    texts = [
+        " ".join(WORDS[token - 4] for token in ids) for pair in zip(SHORT, LONG) for ids in pair
+    ]
     return Dataset.from_dict({"prompt": texts})
 
 
@@ -33,11 +35,14 @@ def served_trainer(output_dir, base, reward=length_reward, dataset=None, **setti
     of_trainer = settings.keys() & {"peft_config", "environment_factory", "quantization_config"}
     extra = {name: settings.pop(name) for name in of_trainer}
     args = config(output_dir, use_vllm=True, **settings)
-    return PPOTrainer(base, reward, args, dataset or prompts(), processing_class=tokenizer(), **extra)
+    return PPOTrainer(
+        base, reward, args, dataset or prompts(), processing_class=tokenizer(), **extra
+    )
 
 
 def move(run, seed, scale=0.1):
-    """Move the policy away from its reference, in a direction of the seed; a scale of 0 is the reference itself."""
+    """Move the policy away from its reference, in a direction of the seed; a scale of 0 is the
+    reference itself."""
     torch.manual_seed(seed)
     for name, parameter in run.actor_critic.policy_parameters().items():
         if "lora_B" in name:
@@ -46,13 +51,20 @@ def move(run, seed, scale=0.1):
 
 @torch.no_grad()
 def largest_difference(run, prompts):
-    """Sample from the policy of this moment; return how far the sampler's log-probs are off, at most."""
-    generator, policy = run.roles.player.generator, run.actor_critic.policy.eval()
+    """Sample from the policy of this moment; return how far the sampler's log-probs are off, at
+    most."""
+    generator = run.roles.player.generator
+    policy = run.actor_critic.policy.eval()
     with generator.awake():
         completions = generator.generate(prompts)
     differences = [
-        (plain_logprobs(policy, prompt, ids, run.args.temperature) - torch.tensor(logprobs)).abs().max().item()
-        for prompt, ids, logprobs in zip(prompts, completions, generator.sampled_logprobs, strict=True)
+        (plain_logprobs(policy, prompt, ids, run.args.temperature) - torch.tensor(logprobs))
+        .abs()
+        .max()
+        .item()
+        for prompt, ids, logprobs in zip(
+            prompts, completions, generator.sampled_logprobs, strict=True
+        )
     ]
     return max(differences)
 

@@ -1,4 +1,5 @@
-"""Runs whose completions come from a vLLM server, which dies, is restarted, shared, or served the wrong base."""
+"""Runs whose completions come from a vLLM server, which dies, is restarted, shared, or served
+the wrong base."""
 
 import json
 import os
@@ -49,7 +50,9 @@ SETTINGS = {
 
 
 def save_base(directory, **kwargs):
-    llama(hidden_size=64, head_dim=32, max_position_embeddings=256, **kwargs).save_pretrained(directory)
+    llama(hidden_size=64, head_dim=32, max_position_embeddings=256, **kwargs).save_pretrained(
+        directory
+    )
     tokenizer().save_pretrained(directory)
     return str(directory)
 
@@ -81,7 +84,12 @@ def mean_of_tokens(completion_ids, **kwargs):
 def trainer(base, server, output_dir, dataset=None, peft_config=None, **kwargs):
     args = config(output_dir, vllm_server_base_url=server.url, **SETTINGS | kwargs)
     return PPOTrainer(
-        base, mean_of_tokens, args, dataset or prompts(), processing_class=tokenizer(), peft_config=peft_config
+        base,
+        mean_of_tokens,
+        args,
+        dataset or prompts(),
+        processing_class=tokenizer(),
+        peft_config=peft_config,
     )
 
 
@@ -114,14 +122,22 @@ def expected(base, running, tmp_path_factory):
     [
         {},
         {"temperature": 0.7, "num_generations": 4, "num_ppo_epochs": 2, "max_steps": 16},
-        {"rows": 150, "peft_config": LoraConfig(r=4, lora_alpha=16, use_rslora=True, target_modules="all-linear")},
+        {
+            "rows": 150,
+            "peft_config": LoraConfig(
+                r=4, lora_alpha=16, use_rslora=True, target_modules="all-linear"
+            ),
+        },
     ],
     ids=["defaults", "groups", "long prompts"],
 )
 def test_logprobs_of_every_rollout_are_those_of_the_policy(settings, base, server, tmp_path):
-    """Prompts of 150 tokens and more fill a block of the prefix cache, which an older adapter may have left."""
+    """Prompts of 150 tokens and more fill a block of the prefix cache, which an older adapter
+    may have left."""
     length = settings.pop("rows", 0)
-    texts = [" ".join(WORDS[(row * k + k) % 28] for k in range(length + row)) for row in range(1, 17)]
+    texts = [
+        " ".join(WORDS[(row * k + k) % 28] for k in range(length + row)) for row in range(1, 17)
+    ]
     run = trained(base, server, tmp_path, Dataset.from_dict({"prompt": texts}), **settings)
     differences = logged(run, "sampling/sampling_logp_difference/max")
     assert len(differences) == 4 and max(differences) < EXACT
@@ -133,13 +149,16 @@ def test_logprobs_of_every_rollout_are_those_of_the_policy(settings, base, serve
 
 def test_greedy_completions_equal_those_of_transformers(base, server, tmp_path):
     run = trained(base, server, tmp_path, max_steps=4, eval_temperature=0)
-    generator, policy = run.roles.player.generator, run.actor_critic.policy.eval()
+    generator = run.roles.player.generator
+    policy = run.actor_critic.policy.eval()
     generator.evaluates = True
     batch = [[4 + (row * k + row) % 28 for k in range(1 + 3 * row)] for row in range(16)]
     with generator.awake():
         completions = generator.generate(batch)
     for prompt, completion in zip(batch, completions):
-        ids = policy.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=1)
+        ids = policy.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=1
+        )
         assert completion == ids[0, len(prompt) :].tolist()
 
 
@@ -148,7 +167,9 @@ def test_greedy_completions_equal_those_of_transformers(base, server, tmp_path):
 
 def test_another_base_raises_with_the_command(base, server, tmp_path):
     other = save_base(tmp_path / "other", seed=1)
-    with pytest.raises(VLLMError, match=rf"serves `{base}`, the policy's base is `{other}`; start it with .*vllm"):
+    with pytest.raises(
+        VLLMError, match=rf"serves `{base}`, the policy's base is `{other}`; start it with .*vllm"
+    ):
         trainer(other, server, tmp_path / "run")
     with pytest.raises(RuntimeError, match=r"differ by \d.* nats per token .*another base"):
         trained(other, server, tmp_path / "run", vllm_base_model=base)
@@ -159,7 +180,8 @@ def test_another_base_raises_with_the_command(base, server, tmp_path):
 
 def disturb(run, action, completions=16 * 2 + 5):
     """Act after that many prompts are completed, by default in the middle of the third rollout."""
-    engine, completed = run.roles.player.generator.engine, count(1)
+    engine = run.roles.player.generator.engine
+    completed = count(1)
     complete = engine._complete
 
     async def disturbed(*args):
@@ -184,7 +206,9 @@ def test_restarted_server_changes_nothing(base, server, expected, tmp_path):
     check_equal(weights(run), expected)
 
 
-def test_server_that_is_shut_down_raises_and_the_run_resumes(base, server, expected, tmp_path, monkeypatch):
+def test_server_that_is_shut_down_raises_and_the_run_resumes(
+    base, server, expected, tmp_path, monkeypatch
+):
     """With a request in flight it neither answers nor hangs up, but no longer takes others."""
     monkeypatch.setattr(vllm_server, "LIFE", 1.0)
     monkeypatch.setattr(vllm_server, "CONCURRENCY", 4)  # so that requests of the rollout are left
@@ -198,7 +222,10 @@ def test_server_that_is_shut_down_raises_and_the_run_resumes(base, server, expec
     run = trainer(base, server, tmp_path, **saving)
     disturb(run, shut_down)
     began = time.monotonic()
-    with pytest.raises(VLLMError, match=r"No answer from .* within `vllm_server_timeout=3` s .*start it with `VLLM_"):
+    with pytest.raises(
+        VLLMError,
+        match=r"No answer from .* within `vllm_server_timeout=3` s .*start it with `VLLM_",
+    ):
         run.train()
     assert time.monotonic() - began < 60
     assert checkpoints(tmp_path)[0].name == "checkpoint-4"
@@ -239,7 +266,10 @@ KILLS = [
 
 
 def train_until(output_dir, settings, step, owner, name, calls):
-    reached, counted, original, training_step = [-1], count(1), getattr(owner, name), PPOTrainer.training_step
+    reached = [-1]
+    counted = count(1)
+    original = getattr(owner, name)
+    training_step = PPOTrainer.training_step
 
     def dies(*args, **kwargs):
         if reached[0] >= step and next(counted) == calls:
@@ -257,11 +287,14 @@ def train_until(output_dir, settings, step, owner, name, calls):
 
 def test_run_killed_ten_times_amid_overlap_ends_as_the_uninterrupted_one(base, server, tmp_path):
     settings = OVERLAP | {"model": base, "vllm_server_base_url": server.url}
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     assert finished([in_a_fork(lambda: killed_runs.train(whole, settings), {})], bound=300) == [0]
     resumed = []
     for kill in KILLS:
-        assert finished([in_a_fork(partial(train_until, killed, settings, *kill), {})], bound=300) == [-signal.SIGKILL]
+        assert finished(
+            [in_a_fork(partial(train_until, killed, settings, *kill), {})], bound=300
+        ) == [-signal.SIGKILL]
         resumed.append(killed_runs.newest(killed))
     assert resumed == [0, 0, 5, 5, 10, 15, 20, 25, 30, 40]
     assert finished([in_a_fork(lambda: killed_runs.train(killed, settings), {})], bound=300) == [0]
@@ -285,7 +318,9 @@ def train_in_a_fork(base, server, output_dir, **settings):
 
 def test_two_ranks_sample_with_one_adapter(base, server, tmp_path):
     before = len(server.adapters())
-    children = start(lambda: train_in_a_fork(base, server, tmp_path, per_device_train_batch_size=4), 2)
+    children = start(
+        lambda: train_in_a_fork(base, server, tmp_path, per_device_train_batch_size=4), 2
+    )
     assert finished(children, bound=300) == [0, 0]
     differences = [
         entry["sampling/sampling_logp_difference/max"]

@@ -13,7 +13,8 @@ import httpx2
 
 VLLM = Path(sys.executable).with_name("vllm")
 ADAPTERS = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "16")
-# on CPUs, vLLM 0.32 dies of seeded requests whose prompts it splits ("CPU Generator does not use offset")
+# on CPUs, vLLM 0.32 dies of seeded requests whose prompts it splits ("CPU Generator does not use
+# offset")
 CPU = ("--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill")
 SAMPLING = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
 ENVIRONMENT = {
@@ -32,9 +33,12 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{self.port}", Path(log)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = Path(log)
         self.command = [VLLM, "serve", base, "--port", str(self.port), *CPU, *SAMPLING, *arguments]
-        self.environment = os.environ | ENVIRONMENT | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} | environment
+        self.environment = (
+            os.environ | ENVIRONMENT | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} | environment
+        )
         self.environment.pop("PYTHONPATH", None)  # a server needs nothing of this package
 
     def start(self):
@@ -47,7 +51,9 @@ class Server:
         end = time.monotonic() + bound
         while not self.answers():
             if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the server ended, or started for {bound} s:\n{self.log.read_text()[-3000:]}")
+                raise RuntimeError(
+                    f"the server ended, or started for {bound} s:\n{self.log.read_text()[-3000:]}"
+                )
             time.sleep(0.2)
 
     def answers(self):

@@ -1,4 +1,5 @@
-"""Checkpoint directories: written aside, sealed with checksums, renamed when complete, verified before reading."""
+"""Checkpoint directories: written aside, sealed with checksums, renamed when complete, verified
+before reading."""
 
 import hashlib
 import json
@@ -34,14 +35,18 @@ def _flush(path: Path) -> None:
 def seal(staged: Path) -> None:
     """Write the manifest of a directory, and flush its files and folders to the disk."""
     files = sorted(path for path in staged.rglob("*") if path.is_file() and path.name != MANIFEST)
-    entries = {str(path.relative_to(staged)): {"size": path.stat().st_size, "sha256": _digest(path)} for path in files}
+    entries = {
+        str(path.relative_to(staged)): {"size": path.stat().st_size, "sha256": _digest(path)}
+        for path in files
+    }
     (staged / MANIFEST).write_text(json.dumps(entries, indent=1))
     for path in (*staged.rglob("*"), staged):
         _flush(path)
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Seal a directory, and rename it to its final name, in place of an older checkpoint of that name."""
+    """Seal a directory, and rename it to its final name, in place of an older checkpoint of that
+    name."""
     seal(staged)
     restore_replaced(final.parent)
     aside = final.parent / REPLACED
@@ -62,31 +67,49 @@ def restore_replaced(output_dir: str | os.PathLike) -> None:
 
 
 def find_damage(directory: str | os.PathLike) -> str | None:
-    """Description of the first mismatch between a checkpoint and its manifest, `None` if all files match."""
-    path, name, remedy = Path(directory), MANIFEST, "Resume from another checkpoint."
+    """Description of the first mismatch between a checkpoint and its manifest, `None` if all
+    files match."""
+    path = Path(directory)
+    name = MANIFEST
+    remedy = "Resume from another checkpoint."
     if not (path / MANIFEST).is_file():
         return f"`{path}` has no {MANIFEST}: it does not exist, or is of another trainer. {remedy}"
     try:
         for name, entry in json.loads((path / MANIFEST).read_text()).items():
             size = (path / name).stat().st_size
             if size != entry["size"] or _digest(path / name) != entry["sha256"]:
-                return f"`{path}` is damaged: {name} ({size} bytes) differs from {MANIFEST}. {remedy}"
+                return (
+                    f"`{path}` is damaged: {name} ({size} bytes) differs from {MANIFEST}. {remedy}"
+                )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"`{path}` is damaged: {name} cannot be read or compared with {MANIFEST} ({error}). {remedy}"
+        return (
+            f"`{path}` is damaged: {name} cannot be read or compared with {MANIFEST} ({error}). "
+            f"{remedy}"
+        )
     return None
 
 
 def verify(directory: str | os.PathLike) -> None:
     """Raise [`CheckpointError`] unless every file of a checkpoint matches its manifest."""
-    if (damage := find_damage(directory)) is not None:
+    damage = find_damage(directory)
+    if damage is not None:
         raise CheckpointError(damage)
 
 
 def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
     """Directories named as checkpoints, the latest step first."""
     paths = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    numbered = [(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"), path) for path in paths if path.is_dir()]
-    return [path for _, path in sorted(((int(n), path) for n, path in numbered if n.isdecimal()), reverse=True)]
+    numbered = [
+        (path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"), path)
+        for path in paths
+        if path.is_dir()
+    ]
+    return [
+        path
+        for _, path in sorted(
+            ((int(n), path) for n, path in numbered if n.isdecimal()), reverse=True
+        )
+    ]
 
 
 def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path:
@@ -94,16 +117,21 @@ def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path:
     restore_replaced(output_dir)
     candidates = checkpoints(output_dir)
     for path in candidates:
-        if (damage := find_damage(path)) is None:
+        damage = find_damage(path)
+        if damage is None:
             return path
         logger.warning("%s Falling back to an older checkpoint.", damage)
     remedy = "restore one, name another, or call `train()` without `resume_from_checkpoint`"
-    damaged = f" ({len(candidates)} are damaged)" if candidates else ""
+    if candidates:
+        damaged = f" ({len(candidates)} are damaged)"
+    else:
+        damaged = ""
     raise CheckpointError(f"`{output_dir}` has no checkpoint to resume from{damaged}; {remedy}.")
 
 
 def rotate(latest: Path, limit: int | None, best: str | None, validity: dict[Path, bool]) -> None:
-    """Delete checkpoints beyond `limit`, damaged and old ones first, never the latest or the best."""
+    """Delete checkpoints beyond `limit`, damaged and old ones first, never the latest or the
+    best."""
     candidates = checkpoints(latest.parent)
     if limit is None or limit <= 0 or len(candidates) <= limit:  # as in the Trainer
         return

@@ -1,4 +1,5 @@
-"""Contents of a checkpoint: plain PEFT adapters, the critic beside them as safetensors, state, settings and inputs."""
+"""Contents of a checkpoint: plain PEFT adapters, the critic beside them as safetensors, state,
+settings and inputs."""
 
 import hashlib
 import json
@@ -38,7 +39,8 @@ from ..rewards.model import AdapterReward
 from ..rewards.scoring import function_name
 
 ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-CRITIC_FILES = (VALUE_HEAD, *(os.path.join(CRITIC_FOLDER, file) for file in ADAPTER))  # of any kind of critic
+# of any kind of critic
+CRITIC_FILES = (VALUE_HEAD, *(os.path.join(CRITIC_FOLDER, file) for file in ADAPTER))
 
 
 class CheckpointError(ValueError):
@@ -48,7 +50,10 @@ class CheckpointError(ValueError):
 def check_target(directory: str, base: str) -> None:
     """Raise a `ValueError` if an adapter would be saved into the base's own directory."""
     if os.path.isdir(base) and os.path.isdir(directory) and os.path.samefile(directory, base):
-        needed = "must not be the base model's own directory, which could not be loaded with an adapter in it"
+        needed = (
+            "must not be the base model's own directory, which could not be loaded with an "
+            "adapter in it"
+        )
         raise ValueError(f"`output_dir` {needed}, got `{directory}`; use another one.")
 
 
@@ -58,8 +63,8 @@ def check_links(output_dir: str) -> None:
         path = os.path.join(output_dir, name)
         if os.path.islink(path):
             raise ValueError(
-                f"`output_dir` must not have a link `{name}`, got `{path}` to `{os.path.realpath(path)}`; remove the "
-                "link, or use another directory."
+                f"`output_dir` must not have a link `{name}`, got `{path}` to "
+                f"`{os.path.realpath(path)}`; remove the link, or use another directory."
             )
 
 
@@ -67,24 +72,38 @@ def check_links(output_dir: str) -> None:
 
 
 def _policy_part(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key.removeprefix("policy."): x for key, x in weights.items() if key.startswith("policy.")}
+    return {
+        key.removeprefix("policy."): x for key, x in weights.items() if key.startswith("policy.")
+    }
 
 
 def save_critic(
-    actor_critic: ActorCritic, output_dir: str, weights: dict[str, Tensor], moments: Mapping[str, Iterable[float]]
+    actor_critic: ActorCritic,
+    output_dir: str,
+    weights: dict[str, Tensor],
+    moments: Mapping[str, Iterable[float]],
 ) -> None:
-    """Write the value head with the moments of its units, and the critic's adapter in its own folder, if there are."""
+    """Write the value head with the moments of its units, and the critic's adapter in its own
+    folder, if there are."""
     for file in CRITIC_FILES:  # those of another kind of critic would be read as part of this one
         Path(output_dir, file).unlink(missing_ok=True)
     head = actor_critic.value_head
     if head is not None:
         os.makedirs(output_dir, exist_ok=True)
         parameters = {name: weights[f"value_head.{name}"] for name, _ in head.named_parameters()}
-        units = {x: tensor([*moments[x]], dtype=float64) for x in moments if head.is_normalized or x == "rewards"}
-        write_weights(dict(head.named_buffers()) | parameters | units, os.path.join(output_dir, VALUE_HEAD))
+        units = {
+            x: tensor([*moments[x]], dtype=float64)
+            for x in moments
+            if head.is_normalized or x == "rewards"
+        }
+        write_weights(
+            dict(head.named_buffers()) | parameters | units, os.path.join(output_dir, VALUE_HEAD)
+        )
     if actor_critic.critic_adapter is not None:
         folder = os.path.join(output_dir, CRITIC_FOLDER)
-        save_adapter(actor_critic.policy, actor_critic.critic_adapter, folder, _policy_part(weights))
+        save_adapter(
+            actor_critic.policy, actor_critic.critic_adapter, folder, _policy_part(weights)
+        )
 
 
 def save_actor_critic(
@@ -95,25 +114,36 @@ def save_actor_critic(
 ) -> None:
     """Write the policy's adapter, and the critic beside it; pass `weights` if they are sharded."""
     weights = actor_critic.trained_weights() if weights is None else weights
-    save_adapter(actor_critic.policy, actor_critic.policy_adapter, output_dir, _policy_part(weights))
+    save_adapter(
+        actor_critic.policy, actor_critic.policy_adapter, output_dir, _policy_part(weights)
+    )
     save_critic(actor_critic, output_dir, weights, moments or {})
 
 
 def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None:
     """Load the weights written by [`save_actor_critic`]."""
-    head, kind, saved_kind, missing = actor_critic.value_head, "none", "none", f" (it has no {VALUE_HEAD})"
+    head = actor_critic.value_head
+    kind = "none"
+    saved_kind = "none"
+    missing = f" (it has no {VALUE_HEAD})"
     if head is not None:
         kind = kind_of_critic(head.state_dict(), actor_critic.critic_adapter is not None)
     if os.path.isfile(head_file := os.path.join(directory, VALUE_HEAD)):
         has_adapter = os.path.isfile(os.path.join(directory, CRITIC_FOLDER, ADAPTER_CONFIG))
-        saved_kind, missing = kind_of_critic(load_file(head_file), has_adapter), ""
+        saved_kind = kind_of_critic(load_file(head_file), has_adapter)
+        missing = ""
     if saved_kind != kind:
         needed = f"must be {saved_kind!r} to resume from `{directory}`{missing}"
         raise CheckpointError(f"`critic` {needed}, got {kind!r}; set `critic={saved_kind!r}`.")
     loads: dict[str, Callable] = {} if head is None else {VALUE_HEAD: head.load_saved}
-    for name, folder in ((actor_critic.policy_adapter, ""), (actor_critic.critic_adapter, CRITIC_FOLDER)):
+    for name, folder in (
+        (actor_critic.policy_adapter, ""),
+        (actor_critic.critic_adapter, CRITIC_FOLDER),
+    ):
         if name is not None:
-            loads[os.path.join(folder, ADAPTER_WEIGHTS)] = partial(load_adapter_weights, actor_critic.policy, name)
+            loads[os.path.join(folder, ADAPTER_WEIGHTS)] = partial(
+                load_adapter_weights, actor_critic.policy, name
+            )
     for file, load in loads.items():
         try:
             load(load_file(os.path.join(directory, file)))
@@ -124,25 +154,33 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
 
 # ---- state, settings and inputs ----
 
-# settings with which a run may go on and be the same run; if its minibatches stay, also how they are cut
+# settings with which a run may go on and be the same run; if its minibatches stay, also how they
+# are cut
 CUT = {"per_device_train_batch_size", "gradient_accumulation_steps"}
 TUNABLE = set(
-    "adam_beta1 adam_beta2 adam_epsilon critic_learning_rate learning_rate lr_scheduler_kwargs lr_scheduler_type "
-    "max_grad_norm max_steps num_train_epochs warmup_steps weight_decay".split()
+    "adam_beta1 adam_beta2 adam_epsilon critic_learning_rate learning_rate lr_scheduler_kwargs "
+    "lr_scheduler_type max_grad_norm max_steps num_train_epochs warmup_steps weight_decay".split()
 )
 # fields of TrainingArguments that change the result
 TRAINER_SETTINGS = CUT | TUNABLE | {"bf16", "data_seed", "fp16", "optim", "optim_args", "seed"}
 # fields of PPOConfig that change nothing, or must not be written to a file
 NOT_COMPARED = set(
-    "chat_template_kwargs critic_init environment_timeout eval_temperature generation_batch_size log_completions "
-    "max_reward_failures model_init_kwargs num_completions_to_print num_generations_eval "
-    "per_device_reward_batch_size resume_with_changed_settings trust_remote_code "
-    "vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_server_base_url vllm_server_timeout".split()
+    "chat_template_kwargs critic_init environment_timeout eval_temperature generation_batch_size "
+    "log_completions max_reward_failures model_init_kwargs num_completions_to_print "
+    "num_generations_eval per_device_reward_batch_size resume_with_changed_settings "
+    "trust_remote_code vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_server_base_url "
+    "vllm_server_timeout".split()
 )
 # rollout shares and random states are per rank, and the optimizer's files differ per backend
 NEVER_CHANGED = {"num_processes", "zero_stage", "fsdp_version"}
 # fields of an adapter's config that name places, or change nothing
-ADAPTER_NOT_COMPARED = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
+ADAPTER_NOT_COMPARED = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "peft_version",
+    "revision",
+)
 SAMPLED_ROWS = 64
 CURRICULUM_ROWS = 4096  # are sampled with a curriculum, whose scores belong to row numbers
 
@@ -154,8 +192,13 @@ def load_state(directory: str) -> dict[str, Any]:
 
 def run_settings(args: PPOConfig) -> dict[str, Any]:
     """Settings that determine the course of a run, as JSON."""
-    own = {field.name for field in fields(args)} - {field.name for field in fields(TrainingArguments)} - NOT_COMPARED
-    values, deepspeed = args.to_dict(), args.deepspeed_plugin
+    own = (
+        {field.name for field in fields(args)}
+        - {field.name for field in fields(TrainingArguments)}
+        - NOT_COMPARED
+    )
+    values = args.to_dict()
+    deepspeed = args.deepspeed_plugin
     values["critic_kwargs"] = asdict(args.critic_options)
     values["vllm_kwargs"] = {"base_model": args.vllm_options.base_model}
     settings = {name: values[name] for name in sorted(own | TRAINER_SETTINGS) if name in values}
@@ -178,30 +221,45 @@ class SettingsChange(NamedTuple):
     @classmethod
     def between(cls, saved: dict[str, Any], current: dict[str, Any]) -> "SettingsChange":
         """Compare settings."""
-        saved = {name: getattr(PPOConfig, name, None) for name in current} | saved  # fields of a later version
+        # fields of a later version
+        saved = {name: getattr(PPOConfig, name, None) for name in current} | saved
         differing = [name for name in sorted(saved) if saved[name] != current.get(name)]
-        listed = {name: f"{name} (was {saved[name]!r}, is {current.get(name)!r})" for name in differing}
-        minibatch, before = (math.prod(settings[name] for name in CUT) for settings in (current, saved))
-        tunable = TUNABLE | CUT if minibatch == before else TUNABLE
+        listed = {
+            name: f"{name} (was {saved[name]!r}, is {current.get(name)!r})" for name in differing
+        }
+        minibatch, before = (
+            math.prod(settings[name] for name in CUT) for settings in (current, saved)
+        )
+        if minibatch == before:
+            tunable = TUNABLE | CUT
+        else:
+            tunable = TUNABLE
         if current["zero_stage"] is not None:  # DeepSpeed loads rates and schedule with its state
             tunable = set()
         return cls(listed, {*listed} - tunable)
 
 
 def digest_of_run(args: PPOConfig, inputs: dict[str, Any]) -> str:
-    """Digest of all that a rollout depends on besides weights: not of rates, nor of the run's length."""
+    """Digest of all that a rollout depends on besides weights: not of rates, nor of the run's
+    length."""
     settings = run_settings(args) | inputs
     return _digest({name: x for name, x in settings.items() if name not in TUNABLE | CUT})
 
 
-def check_settings(directory: str, saved: dict[str, Any], current: dict[str, Any], may_change: bool) -> SettingsChange:
-    """Compare settings; raise [`CheckpointError`] if the resumed run would not be the interrupted one."""
+def check_settings(
+    directory: str, saved: dict[str, Any], current: dict[str, Any], may_change: bool
+) -> SettingsChange:
+    """Compare settings; raise [`CheckpointError`] if the resumed run would not be the
+    interrupted one."""
     change = SettingsChange.between(saved, current)
     changed, refused = change
     impossible = changed.keys() & NEVER_CHANGED
     if impossible or (refused and not may_change):
         listed = ", ".join(changed[name] for name in sorted(impossible or refused))
-        remedy = "Restore them" if impossible else "Restore them, or set `resume_with_changed_settings=True`"
+        if impossible:
+            remedy = "Restore them"
+        else:
+            remedy = "Restore them, or set `resume_with_changed_settings=True`"
         raise CheckpointError(f"`{directory}` was saved under other settings: {listed}. {remedy}.")
     return change
 
@@ -216,7 +274,11 @@ def _code_of(function: Any) -> Any:
     if isinstance(function, partial):
         return [_code_of(function.func), function.args, function.keywords]
     if isinstance(function, CodeType):
-        return [function.co_code.hex(), function.co_names, [_code_of(x) for x in function.co_consts]]
+        return [
+            function.co_code.hex(),
+            function.co_names,
+            [_code_of(x) for x in function.co_consts],
+        ]
     if hasattr(function, "__code__"):
         cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -245,7 +307,9 @@ def _frozen(reward: Any) -> Iterable[Tensor]:
     model = getattr(reward, "model", None)
     if isinstance(model, nn.Module):
         return model.parameters()
-    return reward.head.values() if isinstance(reward, AdapterReward) else ()
+    if isinstance(reward, AdapterReward):
+        return reward.head.values()
+    return ()
 
 
 def fingerprints(
@@ -256,8 +320,12 @@ def fingerprints(
     train_dataset: Any,
     curriculum: Callable | None = None,
 ) -> dict[str, Any]:
-    """Fingerprints of what a run is given besides its config, by name, as JSON. All ranks must call it."""
-    policy, config = actor_critic.policy, actor_critic.config
+    """Fingerprints of what a run is given besides its config, by name, as JSON.
+
+    All ranks must call it.
+    """
+    policy = actor_critic.policy
+    config = actor_critic.config
     sampled_rows = SAMPLED_ROWS if curriculum is None else CURRICULUM_ROWS
     values: dict[str, Any] = {
         "base weights": digest_of_weights(x for x in policy.parameters() if not x.requires_grad),
@@ -270,8 +338,17 @@ def fingerprints(
         "train_dataset": None if train_dataset is None else _rows(train_dataset, sampled_rows),
         "curriculum": None if curriculum is None else digest_of_function(curriculum),
     }
-    adapters = {"peft_config": actor_critic.policy_adapter, "critic's peft_config": actor_critic.critic_adapter}
+    adapters = {
+        "peft_config": actor_critic.policy_adapter,
+        "critic's peft_config": actor_critic.critic_adapter,
+    }
     for prefix, name in adapters.items():
         adapter = policy.peft_config[name].to_dict() if name is not None else {}
-        values |= {f"{prefix}.{key}": x for key, x in adapter.items() if x and key not in ADAPTER_NOT_COMPARED}
-    return json.loads(json.dumps(values, default=lambda x: sorted(x) if isinstance(x, set) else str(x)))
+        values |= {
+            f"{prefix}.{key}": x
+            for key, x in adapter.items()
+            if x and key not in ADAPTER_NOT_COMPARED
+        }
+    return json.loads(
+        json.dumps(values, default=lambda x: sorted(x) if isinstance(x, set) else str(x))
+    )

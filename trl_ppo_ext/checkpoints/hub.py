@@ -36,8 +36,8 @@ logger = logging.get_logger(__name__)
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 METRICS = (
-    "reward reward_std objective kl kl_per_completion entropy completions/mean_length completions/clipped_ratio "
-    "value/explained_variance"
+    "reward reward_std objective kl kl_per_completion entropy completions/mean_length "
+    "completions/clipped_ratio value/explained_variance"
 ).split()
 BASE_COPY = "path/to/your/copy/of/the/base"
 PACKAGES = ("trl", "transformers", "peft", "accelerate", "torch")
@@ -64,13 +64,19 @@ def _is_hub_id(name: str) -> bool:
 
 def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
     """Build the card of a run, as saved in a directory; it contains no path of this machine."""
-    actor_critic, rewards, settings = trainer.actor_critic, trainer.reward_func_names, run_settings(trainer.args)
+    actor_critic = trainer.actor_critic
+    rewards = trainer.reward_func_names
+    settings = run_settings(trainer.args)
     peft_config = actor_critic.policy.peft_config[actor_critic.policy_adapter]
     metadata = {key: value for key, value in metadata.items() if value is not None}
     base_model = metadata.pop("finetuned_from", actor_critic.config._name_or_path) or ""
     adapter = trainer.hub_model_id or os.path.abspath(output_dir)
-    on_hub, adapter_on_hub = _is_hub_id(base_model), _is_hub_id(adapter)
-    shown = adapter if adapter_on_hub else os.path.basename(os.path.normpath(adapter))
+    on_hub = _is_hub_id(base_model)
+    adapter_on_hub = _is_hub_id(adapter)
+    if adapter_on_hub:
+        shown = adapter
+    else:
+        shown = os.path.basename(os.path.normpath(adapter))
     model_name = metadata.pop("model_name", shown.split("/")[-1])
 
     # 1. datasets, under any name that the Trainer and TRL use
@@ -79,21 +85,32 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
     datasets = [name for name in dict.fromkeys(names) if name and _is_hub_id(name)]
 
     # 2. metrics of training and of each evaluation set, as they were logged last
-    logged = {name: x for entry in trainer.state.log_history for name, x in entry.items() if x == x}  # not NaN
-    sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
+    # not NaN
+    logged = {name: x for entry in trainer.state.log_history for name, x in entry.items() if x == x}
+    if isinstance(trainer.eval_dataset, dict):
+        sets = trainer.eval_dataset
+    else:
+        sets = {}
     prefixes = ["", "eval_", *(f"eval_{name}_" for name in sets)]
     names = [*METRICS, *(f"rewards/{name}/mean" for name in rewards)]
     metrics = [prefix + name for prefix in prefixes for name in names if prefix + name in logged]
 
     # 3. the card
-    table = settings | {name: getattr(peft_config, name, None) for name in ("r", "lora_alpha", "target_modules")}
-    table |= {name: sorted(x) for name, x in table.items() if isinstance(x, set)}  # which has no order
+    table = settings | {
+        name: getattr(peft_config, name, None) for name in ("r", "lora_alpha", "target_modules")
+    }
+    # which has no order
+    table |= {name: sorted(x) for name, x in table.items() if isinstance(x, set)}
     card_data = ModelCardData(
         base_model=base_model if on_hub else None,
         datasets=datasets or None,
         library_name="peft",
         pipeline_tag="text-generation",
-        tags=list(dict.fromkeys(["trl_ppo_ext", "ppo", "trl", "rlhf", "lora", *as_list(metadata.pop("tags", None))])),
+        tags=list(
+            dict.fromkeys(
+                ["trl_ppo_ext", "ppo", "trl", "rlhf", "lora", *as_list(metadata.pop("tags", None))]
+            )
+        ),
         **metadata,
     )
     return ModelCard.from_template(
@@ -109,23 +126,37 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
         adapter_on_hub=adapter_on_hub,
         rewards=", ".join(f"`{_one_line(name)}`" for name in rewards),
         adapter_type=peft_config.peft_type.value,
-        reference="a frozen copy of the adapter it started from" if actor_critic.reference_adapter else "adapter off",
+        reference="a frozen copy of the adapter it started from"
+        if actor_critic.reference_adapter
+        else "adapter off",
         critic=settings["critic"],
         settings={name: _text(value) for name, value in table.items() if value is not None},
         metrics={_one_line(name): f"{logged[name]:.4g}" for name in metrics},
         step=trainer.state.global_step,
-        versions=", ".join(f"{name} {number}" for name, number in package_versions(PACKAGES).items()),
+        versions=", ".join(
+            f"{name} {number}" for name, number in package_versions(PACKAGES).items()
+        ),
     )
 
 
 # ---- pushes ----
 
-WEIGHTS = [*ADAPTER, *CRITIC_FILES]  # deleted on the Hub if they are not pushed: of another kind of critic
+# deleted on the Hub if they are not pushed: of another kind of critic
+WEIGHTS = [*ADAPTER, *CRITIC_FILES]
 PUSHING = ".pushing-"  # prefix of the copies that are being pushed
-# names in the run's folder that are not pushed: hidden ones, checkpoints, input of `trl-ppo report`, and the arguments
-# that another Trainer has pickled, which hold the token
-COMPLETION_FILES = (COMPLETIONS, f"{COMPLETIONS}/*")  # the first pattern is of names, the second of paths
-NOT_PUSHED = ("_*", ".*", f"{PREFIX_CHECKPOINT_DIR}-*", f"{EARLIER}*", RUN_LOG, TRAINING_ARGS_NAME, *COMPLETION_FILES)
+# names in the run's folder that are not pushed: hidden ones, checkpoints, input of `trl-ppo
+# report`, and the arguments that another Trainer has pickled, which hold the token
+# the first pattern is of names, the second of paths
+COMPLETION_FILES = (COMPLETIONS, f"{COMPLETIONS}/*")
+NOT_PUSHED = (
+    "_*",
+    ".*",
+    f"{PREFIX_CHECKPOINT_DIR}-*",
+    f"{EARLIER}*",
+    RUN_LOG,
+    TRAINING_ARGS_NAME,
+    *COMPLETION_FILES,
+)
 
 
 class PushError(RuntimeError):
@@ -134,17 +165,21 @@ class PushError(RuntimeError):
 
 @contextmanager
 def push_errors(output_dir: str, when: str | None = None) -> Iterator[None]:
-    """Turn any error into a [`PushError`], or a warning of the push `when`, without tokens and signed URLs."""
+    """Turn any error into a [`PushError`], or a warning of the push `when`, without tokens and
+    signed URLs."""
     try:
         yield
     except Exception as error:
         links = [error, error.__cause__ or error.__context__]  # the cause is the Hub's answer
-        texts = [" ".join(str(link).split()) or type(link).__name__ for link in links if link is not None]
+        texts = [
+            " ".join(str(link).split()) or type(link).__name__ for link in links if link is not None
+        ]
         reason = shortened(re.sub(r"\?\S+", "?...", ": ".join(dict.fromkeys(texts))))
         message = (
-            f"`{output_dir}` was not pushed to the Hub ({reason}). Check `hub_model_id`, the connection, "
-            "and the write access of the token (`hf auth login`, HF_TOKEN or `hub_token`). Nothing is lost: its files "
-            "are on disk, `trainer.push_to_hub()` pushes them, and large ones that arrived are not sent twice."
+            f"`{output_dir}` was not pushed to the Hub ({reason}). Check `hub_model_id`, the "
+            "connection, and the write access of the token (`hf auth login`, HF_TOKEN or "
+            "`hub_token`). Nothing is lost: its files are on disk, `trainer.push_to_hub()` pushes "
+            "them, and large ones that arrived are not sent twice."
         )
         if when is None:
             raise PushError(message) from None
@@ -167,9 +202,11 @@ def push_run(
     private: bool | None = None,
     **metadata: Any,
 ) -> Any:
-    """Save adapters, critic, card and report to `output_dir`, and push that folder without checkpoints.
+    """Save adapters, critic, card and report to `output_dir`, and push that folder without
+    checkpoints.
 
-    This is [`~transformers.Trainer.push_to_hub`]: all processes call it, and `metadata` are fields of the card.
+    This is [`~transformers.Trainer.push_to_hub`]: all processes call it, and `metadata` are fields
+    of the card.
     """
     folder = trainer.args.output_dir
     # 1. write everything to disk before the first request to the Hub
@@ -201,8 +238,11 @@ def push_run(
 
 
 def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
-    """Push a checkpoint according to `hub_strategy`; a failure is a warning, and training continues."""
-    args, strategy, folder = trainer.args, trainer.args.hub_strategy, trainer.args.output_dir
+    """Push a checkpoint according to `hub_strategy`; a failure is a warning, and training
+    continues."""
+    args = trainer.args
+    strategy = trainer.args.hub_strategy
+    folder = trainer.args.output_dir
     if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
         return  # other processes have no repository
     # 1. skip the push while an earlier one is in progress
@@ -212,19 +252,34 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
         trainer.push_in_progress = PushInProgress([])
     elif not args.hub_always_push:
         return
-    places = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
-    place, when = places.get(strategy), f"step {trainer.state.global_step}"
+    places = {
+        HubStrategy.CHECKPOINT: "last-checkpoint",
+        HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name,
+    }
+    place = places.get(strategy)
+    when = f"step {trainer.state.global_step}"
 
     def push(copy: TemporaryDirectory) -> None:
         with copy, push_errors(folder, when):
-            stale = WEIGHTS if place is None else [*WEIGHTS, f"{place}/*"]  # also of an older checkpoint there
-            _upload(trainer, copy.name, f"Training in progress, {when}", None, None, delete_patterns=stale)
+            # also of an older checkpoint there
+            stale = WEIGHTS if place is None else [*WEIGHTS, f"{place}/*"]
+            _upload(
+                trainer,
+                copy.name,
+                f"Training in progress, {when}",
+                None,
+                None,
+                delete_patterns=stale,
+            )
 
     with push_errors(folder, when):
         trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
-        # 2. copy what `save_model` writes: it would gather sharded weights, which needs all processes
-        for file in (*WEIGHTS, STATE, "README.md"):  # weights that are missing are of another kind of critic
-            source, target = Path(checkpoint_folder, file), Path(folder, file)
+        # 2. copy what `save_model` writes: it would gather sharded weights, which needs all
+        # processes
+        # weights that are missing are of another kind of critic
+        for file in (*WEIGHTS, STATE, "README.md"):
+            source = Path(checkpoint_folder, file)
+            target = Path(folder, file)
             target.unlink(missing_ok=True)
             if source.is_file():
                 target.parent.mkdir(exist_ok=True)
@@ -235,7 +290,10 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
         copy = TemporaryDirectory(prefix=PUSHING, dir=folder, ignore_cleanup_errors=True)
         skip = shutil.ignore_patterns(*NOT_PUSHED)
         shutil.copytree(
-            folder, copy.name, ignore=lambda at, names: skip(at, names) if at == folder else (), dirs_exist_ok=True
+            folder,
+            copy.name,
+            ignore=lambda at, names: skip(at, names) if at == folder else (),
+            dirs_exist_ok=True,
         )
         if place is not None:
             shutil.copytree(checkpoint_folder, os.path.join(copy.name, place))
@@ -243,7 +301,12 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
 
 
 def _upload(
-    trainer: Trainer, folder: str, message: str | None, token: str | None, revision: str | None, **patterns: Any
+    trainer: Trainer,
+    folder: str,
+    message: str | None,
+    token: str | None,
+    revision: str | None,
+    **patterns: Any,
 ) -> Any:
     return upload_folder(
         repo_id=cast(str, trainer.hub_model_id),

@@ -1,4 +1,5 @@
-"""Lock a run's directory, find a checkpoint and restore progress from it, and exit cleanly on a signal."""
+"""Lock a run's directory, find a checkpoint and restore progress from it, and exit cleanly on a
+signal."""
 
 import os
 import signal
@@ -32,17 +33,20 @@ RUN_STATE = "run_state_{rank}.safetensors"  # a rank's rollout in progress and m
 EARLIER = "earlier-"  # prefix of directories with checkpoints of earlier runs
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PREEMPTED = 75  # exit code of a run that saved after a signal: EX_TEMPFAIL, "try again later"
-SAME_SIGNAL = 1.0  # seconds: a launcher forwards a signal that the process may have received already (Ctrl-C)
+# seconds: a launcher forwards a signal that the process may have received already (Ctrl-C)
+SAME_SIGNAL = 1.0
 WRITE_ERRORS = (OSError, SafetensorError)
 READ_ERRORS = (CheckpointError, *WRITE_ERRORS)
 
 
 class Interrupted(SystemExit, KeyboardInterrupt):
-    """Ctrl-C after its checkpoint is saved: a script can catch `KeyboardInterrupt`, and others exit with a code."""
+    """Ctrl-C after its checkpoint is saved: a script can catch `KeyboardInterrupt`, and others
+    exit with a code."""
 
 
 class StopSignals:
-    """Handlers of SIGTERM, SIGINT and SIGHUP: save and exit; a repeated signal (after 1 s) ends the process."""
+    """Handlers of SIGTERM, SIGINT and SIGHUP: save and exit; a repeated signal (after 1 s) ends
+    the process."""
 
     received: int | None = None
     at = 0.0
@@ -53,10 +57,14 @@ class StopSignals:
                 self._restore()
                 signal.raise_signal(number)
             return
-        self.received, self.at = number, time.monotonic()
+        self.received = number
+        self.at = time.monotonic()
         then = f"saves a checkpoint after this optimizer step and exits with code {PREEMPTED}"
-        logger.warning("%s: the run %s. To exit at once, send it again.", signal.Signals(number).name, then)
-        for descriptor in (1, 2):  # writing to a closed terminal would end the run before it has saved
+        logger.warning(
+            "%s: the run %s. To exit at once, send it again.", signal.Signals(number).name, then
+        )
+        # writing to a closed terminal would end the run before it has saved
+        for descriptor in (1, 2):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
@@ -72,7 +80,9 @@ class StopSignals:
             yield  # Python allows handlers only in the main thread
             return
         # an ignored signal stays ignored, such as SIGHUP under `nohup`
-        self._before = {x: signal.getsignal(x) for x in STOPPING if signal.getsignal(x) != signal.SIG_IGN}
+        self._before = {
+            x: signal.getsignal(x) for x in STOPPING if signal.getsignal(x) != signal.SIG_IGN
+        }
         for number in self._before:
             signal.signal(number, self._handle)
         try:
@@ -83,7 +93,8 @@ class StopSignals:
 
 @contextmanager
 def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
-    """Hold the lock of a run's directory on all ranks; when a process dies, the system releases it."""
+    """Hold the lock of a run's directory on all ranks; when a process dies, the system releases
+    it."""
     lock = FileLock(os.path.join(output_dir, LOCK))
 
     def acquire() -> None:
@@ -96,8 +107,12 @@ def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
         except (OSError, NotImplementedError) as error:
             if not os.access(output_dir, os.W_OK):
                 needed = "must be a writable directory"
-                raise CheckpointError(f"`output_dir` {needed}, got `{output_dir}` ({error}); use another.") from None
-            logger.warning("`%s` cannot be locked (%s); start no other run in it.", output_dir, error)
+                raise CheckpointError(
+                    f"`output_dir` {needed}, got `{output_dir}` ({error}); use another."
+                ) from None
+            logger.warning(
+                "`%s` cannot be locked (%s); start no other run in it.", output_dir, error
+            )
 
     on_every_rank(acquire, CheckpointError, runs=is_writer)
     try:
@@ -106,23 +121,33 @@ def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
         lock.release()
 
 
-def check_directory(output_dir: str, is_writer: bool, begin_anew: bool, resumed_from: str | None) -> None:
-    """Move aside the checkpoints of an earlier run, or raise [`CheckpointError`] unless `begin_anew`.
+def check_directory(
+    output_dir: str, is_writer: bool, begin_anew: bool, resumed_from: str | None
+) -> None:
+    """Move aside the checkpoints of an earlier run, or raise [`CheckpointError`] unless
+    `begin_anew`.
 
-    With `resumed_from`, move only the later ones: the next resume must not return to the abandoned branch.
+    With `resumed_from`, move only the later ones: the next resume must not return to the abandoned
+    branch.
     """
 
     def check() -> None:
         restore_replaced(output_dir)
         earlier = checkpoints(output_dir)
         if resumed_from is not None:
-            names, name = [path.name for path in earlier], Path(resumed_from).resolve().name
-            earlier = earlier[: names.index(name)] if name in names else []
-        elif not begin_anew and any((path / MANIFEST).exists() for path in earlier):  # others are of another trainer
+            names = [path.name for path in earlier]
+            name = Path(resumed_from).resolve().name
+            if name in names:
+                earlier = earlier[: names.index(name)]
+            else:
+                earlier = []
+        # others are of another trainer
+        elif not begin_anew and any((path / MANIFEST).exists() for path in earlier):
             raise CheckpointError(
-                f"`output_dir` must have no checkpoints of an earlier run, got {earlier[0].name} in `{output_dir}`; "
-                "use another directory, `resume_from_checkpoint=True` to continue that run, or "
-                "`resume_from_checkpoint=False` to begin anew and move them aside."
+                f"`output_dir` must have no checkpoints of an earlier run, got {earlier[0].name} "
+                f"in `{output_dir}`; use another directory, `resume_from_checkpoint=True` to "
+                "continue that run, or `resume_from_checkpoint=False` to begin anew and move them "
+                "aside."
             )
         if earlier:
             aside = Path(output_dir, f"{EARLIER}{time.strftime('%Y%m%d-%H%M%S')}")
@@ -137,7 +162,10 @@ def check_directory(output_dir: str, is_writer: bool, begin_anew: bool, resumed_
 def files_of_progress(trainer: Any) -> list[str]:
     """Files of this rank that the Trainer would do without, in silence."""
     rank = trainer.accelerator.process_index
-    names = [TRAINER_STATE_NAME, "rng_state.pth" if trainer.args.world_size == 1 else f"rng_state_{rank}.pth"]
+    names = [
+        TRAINER_STATE_NAME,
+        "rng_state.pth" if trainer.args.world_size == 1 else f"rng_state_{rank}.pth",
+    ]
     if not trainer.is_deepspeed_enabled:  # It has files of its own, and raises without them.
         names += [OPTIMIZER_NAME, SCHEDULER_NAME]
     return names
@@ -146,7 +174,8 @@ def files_of_progress(trainer: Any) -> list[str]:
 def find_checkpoint(
     trainer: Any, resume_from: str | bool, output_dir: str, is_writer: bool
 ) -> tuple[str, dict[str, Tensor]]:
-    """Find a valid checkpoint (a path, or `True` for the latest) on all ranks; return it and this rank's run state."""
+    """Find a valid checkpoint (a path, or `True` for the latest) on all ranks; return it and
+    this rank's run state."""
 
     def find() -> str:
         if resume_from is True:
@@ -163,19 +192,26 @@ def find_checkpoint(
             raise CheckpointError(f"`{directory}` {wrong}; resume from another checkpoint.")
 
     def read() -> dict[str, Tensor]:
-        saved, current = load_state(directory)["settings"], run_settings(trainer.args) | trainer._inputs
-        change = check_settings(directory, saved, current, trainer.args.resume_with_changed_settings)
+        saved = load_state(directory)["settings"]
+        current = run_settings(trainer.args) | trainer._inputs
+        change = check_settings(
+            directory, saved, current, trainer.args.resume_with_changed_settings
+        )
         trainer._change = change
         if change.listed and is_writer:
             logger.warning("The run resumes under other settings: %s.", change)
-        return load_file(os.path.join(directory, RUN_STATE.format(rank=trainer.accelerator.process_index)))
+        return load_file(
+            os.path.join(directory, RUN_STATE.format(rank=trainer.accelerator.process_index))
+        )
 
     try:
         # one rank of those that share a disk reads all of it
         path = on_every_rank(find, *READ_ERRORS, runs=is_writer)
         places = sorted({entry for entry in gather_object([path]) if entry is not None})
         if len(places) > 1:  # with `save_on_each_node`
-            raise CheckpointError(f"The nodes hold different checkpoints: {places}. Name one that all have.")
+            raise CheckpointError(
+                f"The nodes hold different checkpoints: {places}. Name one that all have."
+            )
         directory = places[0]
         tensors = on_every_rank(read, *READ_ERRORS)
         on_every_rank(check_files, *READ_ERRORS)
@@ -185,8 +221,12 @@ def find_checkpoint(
 
 
 def load_rates(trainer: Any, load: Callable[[], None]) -> None:
-    """Load optimizer and schedule, but keep their settings if the config has other ones than the checkpoint."""
-    groups = [{name: x for name, x in group.items() if name != "params"} for group in trainer.optimizer.param_groups]
+    """Load optimizer and schedule, but keep their settings if the config has other ones than the
+    checkpoint."""
+    groups = [
+        {name: x for name, x in group.items() if name != "params"}
+        for group in trainer.optimizer.param_groups
+    ]
     load()
     if trainer._change.listed and isinstance(scheduler := trainer.lr_scheduler, LambdaLR):
         for group, settings in zip(trainer.optimizer.param_groups, groups):
@@ -205,20 +245,26 @@ def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:
     loss, last_logged, skipped = parts["trainer"]["numbers"].tolist()
     trainer._tr_loss = torch.tensor(loss, device=trainer.accelerator.device)
     trainer._total_loss_scalar = -loss  # the final mean is that of this `train()`
-    trainer._globalstep_last_logged, trainer._skipped = int(last_logged), int(skipped)
+    trainer._globalstep_last_logged = int(last_logged)
+    trainer._skipped = int(skipped)
     if parts["rollout"]:
         with trainer.accelerator.autocast():
-            trainer.actor_critic.check_logits()  # the rest of the rollout is packed as its beginning was
+            # the rest of the rollout is packed as its beginning was
+            trainer.actor_critic.check_logits()
         trainer.updates.load_state_dict(parts["rollout"], trainer.state.global_step)
         # its log-probs, values and rewards are those of the settings under which it was collected
         if trainer._change.refused:
             trainer.updates.reset()
-            logger.warning("The checkpoint's unfinished rollout is of the earlier settings; another one is collected.")
+            logger.warning(
+                "The checkpoint's unfinished rollout is of the earlier settings; another one is "
+                "collected."
+            )
     if parts["ahead"] and not trainer._change.refused:
         trainer.roles.player.generator.ahead = Ahead.from_state_dict(parts["ahead"])
     trainer._metrics["train"].load_state_dict(parts["metrics"])
     played = parts["trainer"]["played"]
-    is_same_size = played.shape == trainer.run_state.played.shape  # not for a run without a curriculum
+    # not for a run without a curriculum
+    is_same_size = played.shape == trainer.run_state.played.shape
     are_same_rows = "train_dataset" not in trainer._change.listed
     if trainer.curriculum is not None and are_same_rows and is_same_size:
         trainer.run_state = trainer.run_state._replace(played=played)

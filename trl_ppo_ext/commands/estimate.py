@@ -19,15 +19,23 @@ class EstimateConfig(PPOConfig):
 
     memory: float | None = HfArg(default=None, help="Memory of the device in GiB, e.g. 24.")
     prompt_length: int | None = HfArg(
-        default=None, help=f"Tokens of the longest prompt (default: {PROMPT_LENGTH}, or what the context leaves)."
+        default=None,
+        help=(
+            f"Tokens of the longest prompt (default: {PROMPT_LENGTH}, or what the context leaves)."
+        ),
     )
     num_processes: int = HfArg(default=1, help="World size of the run.")
 
     def __post_init__(self):
         on_cpu: bool = self.use_cpu  # type: ignore[has-type]
-        self.target = "cpu" if on_cpu else "cuda"
+        if on_cpu:
+            self.target = "cpu"
+        else:
+            self.target = "cuda"
         self.bf16 = not on_cpu and not self.fp16 if self.bf16 is None else self.bf16
-        self.use_cpu, self.tf32 = True, None  # of this process
+        # of this process
+        self.use_cpu = True
+        self.tf32 = None
         super().__post_init__()
 
     @property
@@ -38,7 +46,9 @@ class EstimateConfig(PPOConfig):
 
 def main(argv: Sequence[str]) -> None:
     """Print the estimate; exit with status 1 if the run does not fit."""
-    description = "Estimate the memory of a run, and settings that make it fit. Status 1 if it does not fit."
+    description = (
+        "Estimate the memory of a run, and settings that make it fit. Status 1 if it does not fit."
+    )
     script, config, model = parse("trl-ppo estimate", argv, description, EstimateConfig)
     config = cast(EstimateConfig, config)
     run = model_arguments(script, config, model)
@@ -47,16 +57,23 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(1)
 
 
-def proposals(estimate: MemoryEstimate, memory: float) -> list[tuple[dict[str, Any], MemoryEstimate]]:
-    """Changes, each of which lowers the peak, until the run fits in `memory` GiB, and the estimates with them."""
+def proposals(
+    estimate: MemoryEstimate, memory: float
+) -> list[tuple[dict[str, Any], MemoryEstimate]]:
+    """Changes, each of which lowers the peak, until the run fits in `memory` GiB, and the
+    estimates with them."""
     plan = estimate.args.plan(estimate.processes)
-    minibatch, completions = plan.mini_batch_size, plan.completions_per_process
+    minibatch = plan.mini_batch_size
+    completions = plan.completions_per_process
     sizes, samples = ([x for x in range(n, 0, -1) if n % x == 0] for n in (minibatch, completions))
     kept = {"num_mini_batches": plan.num_mini_batches}  # which `steps_per_generation` would change
     # the least costly first, each with its values from the largest
     changes: list[list[dict[str, Any]]] = [
         [{"gradient_checkpointing": True}],
-        [{"per_device_train_batch_size": x, "gradient_accumulation_steps": minibatch // x} | kept for x in sizes],
+        [
+            {"per_device_train_batch_size": x, "gradient_accumulation_steps": minibatch // x} | kept
+            for x in sizes
+        ],
         [{"per_device_generation_batch_size": x} for x in samples],
     ]
     if estimate.base.quantization is None:
@@ -78,32 +95,49 @@ def changed(estimate: MemoryEstimate, setting: dict[str, Any]) -> MemoryEstimate
     """Estimate a run with another setting."""
     args = copy(estimate.args)
     args.__dict__.update(setting)
-    base = replace(estimate.base, quantization="4bit double") if "load_in_4bit" in setting else estimate.base
+    if "load_in_4bit" in setting:
+        base = replace(estimate.base, quantization="4bit double")
+    else:
+        base = estimate.base
     return replace(estimate, args=args, base=base)
 
 
 def print_estimate(estimate: MemoryEstimate, memory: float | None) -> bool:
     """Print an estimate, and how to fit it in `memory` GiB; return False if it does not fit."""
-    table, needed = estimate.phases / GIB, estimate.needed / GIB
+    table = estimate.phases / GIB
+    needed = estimate.needed / GIB
     table.loc["tensors"] = totals = table.sum()
-    print(f"GiB at the peak of each phase\n{table.to_string(float_format='{:.2f}'.format, na_rep='')}")
-    hint = "with context and fragmentation (assumed)" if estimate.on_gpu else "in tensors"
+    print(
+        f"GiB at the peak of each phase\n{table.to_string(float_format='{:.2f}'.format, na_rep='')}"
+    )
+    if estimate.on_gpu:
+        hint = "with context and fragmentation (assumed)"
+    else:
+        hint = "in tensors"
     print(f"peak: {totals.max():.2f} GiB in {totals.idxmax()}; {needed:.2f} GiB {hint}")
     if memory is None:
         return True
     if share := estimate.share_of_vllm(memory) / GIB:
         needed += share
         print(f"vLLM adds {share:.2f} GiB to the peak (`vllm_gpu_memory_utilization`)")
-        if (base := estimate.base_of_vllm / GIB) > (room := estimate.args.vllm_gpu_memory_utilization * memory):
-            print(f"does not fit: vLLM's share of {room:.1f} GiB does not hold its base of {base:.1f} GiB")
+        base = estimate.base_of_vllm / GIB
+        if base > (room := estimate.args.vllm_gpu_memory_utilization * memory):
+            print(
+                f"does not fit: vLLM's share of {room:.1f} GiB does not hold its base of "
+                f"{base:.1f} GiB"
+            )
             return False
     if estimate.fits(memory):
         print(f"fits in {memory:g} GiB, with {memory - needed:.1f} GiB to spare")
         return True
-    print(f"does not fit in {memory:g} GiB: {needed - memory:.1f} GiB too much. With these changes, each added:")
+    print(
+        f"does not fit in {memory:g} GiB: {needed - memory:.1f} GiB too much. With these changes, "
+        "each added:"
+    )
     fits = False
     for setting, step in proposals(estimate, memory):
-        fits, change = step.fits(memory), ", ".join(f"{name}: {json.dumps(value)}" for name, value in setting.items())
+        fits = step.fits(memory)
+        change = ", ".join(f"{name}: {json.dumps(value)}" for name, value in setting.items())
         needed = (step.needed + step.share_of_vllm(memory)) / GIB
         print(f"  {needed:6.1f} GiB, {'fits' if fits else 'does not fit'}: {change}")
     if not fits:

@@ -32,8 +32,15 @@ from ..trl_names import NAMES, TABLES, remedy_of
 logger = logging.get_logger(__name__)
 
 ADAPTER = "adapter:"
-TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
-INHERITED = [entry.name for entry in fields(TrainingArguments) if entry.name not in PPOConfig.__annotations__]
+TRL_REWARDS = (
+    "accuracy_reward",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+    "get_soft_overlong_punishment",
+)
+INHERITED = [
+    entry.name for entry in fields(TrainingArguments) if entry.name not in PPOConfig.__annotations__
+]
 
 
 def _check(options: Any, *lists: str) -> None:
@@ -51,26 +58,43 @@ class PPOScriptArguments(trl.ScriptArguments):
     _argument_group_name = "dataset and rewards"
 
     dataset_config: dict[str, Any] | str | None = HfArg(
-        default=None, help="Name of a part of the dataset, or in a file a mapping of arguments of `load_dataset`."
+        default=None,
+        help=(
+            "Name of a part of the dataset, or in a file a mapping of arguments of `load_dataset`."
+        ),
     )
-    map_function: str | None = HfArg(default=None, help="Dotted path of a function from a row to its new columns.")
-    eval_rows: int | None = HfArg(default=None, help="Evaluated rows, spread over the test split. Default: all.")
+    map_function: str | None = HfArg(
+        default=None, help="Dotted path of a function from a row to its new columns."
+    )
+    eval_rows: int | None = HfArg(
+        default=None, help="Evaluated rows, spread over the test split. Default: all."
+    )
     reward_funcs: list[str] | None = HfArg(
         default=None,
-        help="Rewards, each one of: id or path of a sequence classifier; adapter:PATH of a reward adapter; dotted "
-        f"path of a function, such as my_rewards.brevity; of trl.rewards {', '.join(TRL_REWARDS)}.",
+        help=(
+            "Rewards, each one of: id or path of a sequence classifier; adapter:PATH of a reward "
+            "adapter; dotted path of a function, such as my_rewards.brevity; of trl.rewards "
+            f"{', '.join(TRL_REWARDS)}."
+        ),
     )
-    monitor_funcs: list[str] | None = HfArg(default=None, help="Rewards that are logged, but not optimized.")
-    tools: list[str] | None = HfArg(default=None, help="Dotted paths of functions that the policy may call.")
+    monitor_funcs: list[str] | None = HfArg(
+        default=None, help="Rewards that are logged, but not optimized."
+    )
+    tools: list[str] | None = HfArg(
+        default=None, help="Dotted paths of functions that the policy may call."
+    )
     environment_factory: str | None = HfArg(
         default=None, help="Dotted path of the class of an environment, such as my_game.Wordle."
     )
-    directory: str | None = field(default=None, init=False)  # of the config file, with functions beside it
+    # of the config file, with functions beside it
+    directory: str | None = field(default=None, init=False)
 
     def __post_init__(self):
         _check(self, "reward_funcs", "monitor_funcs", "tools")
         if self.eval_rows is not None and self.eval_rows < 1:
-            raise ValueError(f"`eval_rows` must be at least 1, got {self.eval_rows}; omit it for all rows.")
+            raise ValueError(
+                f"`eval_rows` must be at least 1, got {self.eval_rows}; omit it for all rows."
+            )
 
 
 @dataclass
@@ -84,25 +108,43 @@ class PPOModelConfig(trl.ModelConfig):
         help="Dtype of the base model. Defaults to that of the run, see bf16 and fp16.",
         metadata={"choices": ["auto", "bfloat16", "float16", "float32"]},
     )
-    use_peft: bool = HfArg(default=True, help="Must be true: the policy is an adapter on a frozen base.")
+    use_peft: bool = HfArg(
+        default=True, help="Must be true: the policy is an adapter on a frozen base."
+    )
     adapter_name_or_path: str | None = HfArg(
-        default=None, help="Saved adapter on the model that starts the policy, e.g. of SFT. Default: a new adapter."
+        default=None,
+        help=(
+            "Saved adapter on the model that starts the policy, e.g. of SFT. Default: a new "
+            "adapter."
+        ),
     )
     lora_dropout: float = HfArg(default=0.0, help="Is set to 0: log-probs must be repeatable.")
-    lora_target_modules: list[str] | None = HfArg(default_factory=lambda: ["all-linear"], help="LoRA target modules.")
+    lora_target_modules: list[str] | None = HfArg(
+        default_factory=lambda: ["all-linear"], help="LoRA target modules."
+    )
 
     def __post_init__(self):
         _check(self, "lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
-        defaults = {x.name: x.default_factory() if callable(x.default_factory) else x.default for x in fields(self)}
+        defaults = {
+            x.name: x.default_factory() if callable(x.default_factory) else x.default
+            for x in fields(self)
+        }
         for name in (name for name, default in defaults.items() if getattr(self, name) != default):
             given = f"`{name}={getattr(self, name)!r}`"
             if name in ("use_peft", "lora_task_type"):
-                raise ValueError(f"{given} is invalid: the policy is an adapter on a causal language model; omit it.")
-            if self.adapter_name_or_path is not None and name.startswith(("lora_", "use_rslora", "use_dora")):
+                raise ValueError(
+                    f"{given} is invalid: the policy is an adapter on a causal language model; "
+                    "omit it."
+                )
+            if self.adapter_name_or_path is not None and name.startswith(
+                ("lora_", "use_rslora", "use_dora")
+            ):
                 cause = "configures a new adapter, but `adapter_name_or_path` loads one"
                 raise ValueError(f"{given} {cause}; remove one of the two.")
             if name.startswith(("bnb_4bit", "use_bnb")) and not self.load_in_4bit:
-                raise ValueError(f"{given} only applies to 4 bits; set `load_in_4bit` too, or omit it.")
+                raise ValueError(
+                    f"{given} only applies to 4 bits; set `load_in_4bit` too, or omit it."
+                )
         super().__post_init__()
 
 
@@ -110,9 +152,17 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Help of the fields that are not inherited, in a sentence each."""
 
     def add_argument(self, action: argparse.Action) -> None:
-        if action.dest not in {*INHERITED, *NAMES} and not action.option_strings[0].startswith("--no_"):
-            short, choices = copy(action), " One of %(choices)s." if action.choices else ""
-            short.option_strings, short.nargs = action.option_strings[:1], 0  # which prints no values
+        if action.dest not in {*INHERITED, *NAMES} and not action.option_strings[0].startswith(
+            "--no_"
+        ):
+            short = copy(action)
+            if action.choices:
+                choices = " One of %(choices)s."
+            else:
+                choices = ""
+            # which prints no values
+            short.option_strings = action.option_strings[:1]
+            short.nargs = 0
             short.help = re.split(r"(?<=\.) (?=[A-Z`])", action.help or "")[0] + choices
             short.default = argparse.SUPPRESS if action.default is None else action.default
             super().add_argument(short)
@@ -125,12 +175,15 @@ def parse(
     config_class: type[PPOConfig] = PPOConfig,
     script_class: type[PPOScriptArguments] = PPOScriptArguments,
 ) -> tuple[PPOScriptArguments, PPOConfig, PPOModelConfig]:
-    """Read arguments from the command line, and from a YAML file: the first argument, or that of `--config`."""
+    """Read arguments from the command line, and from a YAML file: the first argument, or that of
+    `--config`."""
     types = (PPOModelConfig, script_class, config_class)
     argv = _renamed_options(argv)
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     files.add_argument("--config", nargs="?", const="")
-    chosen, argv = files.parse_known_args(["--config", *argv] if argv and argv[0][:1] != "-" else argv)
+    chosen, argv = files.parse_known_args(
+        ["--config", *argv] if argv and argv[0][:1] != "-" else argv
+    )
     parser = trl.TrlParser(
         types,
         prog=program,
@@ -142,18 +195,31 @@ def parse(
         exit_on_error=False,
     )
     try:
-        in_file = parser.set_defaults_with_config(**{} if chosen.config is None else _read_config(chosen.config))
+        in_file = parser.set_defaults_with_config(
+            **{} if chosen.config is None else _read_config(chosen.config)
+        )
         namespace, in_line = parser.parse_known_args(argv)
         names = [text for text in in_line if text.startswith("--")] or in_line[:1]
         problems = []
-        for place, unknown in (("in the config file", in_file[::2]), ("on the command line", names)):
+        for place, unknown in (
+            ("in the config file", in_file[::2]),
+            ("on the command line", names),
+        ):
             for name in (text.partition("=")[0].lstrip("-").replace("-", "_") for text in unknown):
                 remedy = remedy_of(name, [entry.name for type_ in types for entry in fields(type_)])
-                problems.append(f"Unknown argument `{name}` {place}; {remedy or '--help lists the arguments.'}")
+                problems.append(
+                    f"Unknown argument `{name}` {place}; {remedy or '--help lists the arguments.'}"
+                )
         if problems:
             raise ValueError("\n- ".join(problems))
         model, script, args = cast(tuple, parser.parse_dict(vars(namespace), allow_extra_keys=True))
-    except (argparse.ArgumentError, yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
+    except (
+        argparse.ArgumentError,
+        yaml.YAMLError,
+        TypeError,
+        UnicodeError,
+        RecursionError,
+    ) as error:
         raise ValueError(f"The arguments cannot be read: {shortened(error)}") from error
     script.directory = chosen.config and os.path.dirname(os.path.abspath(chosen.config))
     return script, args, model
@@ -164,7 +230,10 @@ def _renamed_options(argv: Sequence[str]) -> list[str]:
     renamed = []
     for text in argv:
         name, equals, value = text.partition("=")
-        new = TABLES["renamed"].get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
+        if name.startswith("--"):
+            new = TABLES["renamed"].get(name.removeprefix("--").replace("-", "_"))
+        else:
+            new = None
         renamed.append(f"--{new}{equals}{value}" if new else text)
     return renamed
 
@@ -183,26 +252,37 @@ def _renamed_keys(config: dict[str, Any]) -> dict[str, Any]:
 def _read_config(path: str) -> dict[str, Any]:
     """Read a config file, check its keys, and set the environment variables that it holds."""
     if not os.path.isfile(path):
-        raise ValueError(f"`--config` must be a YAML file, got {path!r}; the working directory is {os.getcwd()}.")
+        raise ValueError(
+            f"`--config` must be a YAML file, got {path!r}; the working directory is {os.getcwd()}."
+        )
     with open(path, encoding="utf-8") as file:
         text = file.read()
-    config, nodes = yaml.safe_load(text), [yaml.compose(text, yaml.SafeLoader)]
+    config = yaml.safe_load(text)
+    nodes = [yaml.compose(text, yaml.SafeLoader)]
     if not isinstance(config, dict):
         raise ValueError(f"`--config` must contain a YAML mapping, got {path!r}.")
     for node in nodes:  # at any depth; of a repeated key, YAML keeps the last
         names = set[str]()
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             if key.value in names:
-                raise ValueError(f"`{key.value}` appears twice in the config file, in line {key.start_mark.line + 1}.")
+                raise ValueError(
+                    f"`{key.value}` appears twice in the config file, in line "
+                    f"{key.start_mark.line + 1}."
+                )
             names.add(key.value)
             nodes += value.value if isinstance(value, yaml.SequenceNode) else [value]
     variables = config.pop("env", None) or {}
     if not isinstance(variables, dict):
-        raise ValueError(f"`env` must be a mapping of environment variables, got {shown('env', variables)}.")
+        raise ValueError(
+            f"`env` must be a mapping of environment variables, got {shown('env', variables)}."
+        )
     for name in variables:
         if re.fullmatch(r"(?i)(http|https|all)_proxy", str(name)):
             remedy = "export it in the shell, if the proxy may read keys and prompts"
-            raise ValueError(f"`env` of a config file must not set `{name}`, through which keys could pass; {remedy}.")
+            raise ValueError(
+                f"`env` of a config file must not set `{name}`, through which keys could pass; "
+                f"{remedy}."
+            )
     if variables and os.environ.get("RANK", "0") == "0":
         listed = shortened(", ".join(map(str, variables)))
         print(f"The config file sets these environment variables: {listed}", file=sys.stderr)
@@ -211,23 +291,32 @@ def _read_config(path: str) -> dict[str, Any]:
 
 
 def find_reward(
-    name: str, argument: str = "reward_funcs", directory: str | None = None, max_completion_length: int = 256
+    name: str,
+    argument: str = "reward_funcs",
+    directory: str | None = None,
+    max_completion_length: int = 256,
 ) -> RewardFunc:
     """Resolve an entry of `reward_funcs`: an adapter, a function, or a classifier's path or id."""
     if name.startswith(ADAPTER):
         return RewardAdapter(name.removeprefix(ADAPTER))
     if name == "get_soft_overlong_punishment":  # of the last fifth, as in DAPO
-        return trl.rewards.get_soft_overlong_punishment(max_completion_length, max_completion_length // 5)
+        return trl.rewards.get_soft_overlong_punishment(
+            max_completion_length, max_completion_length // 5
+        )
     if name in TRL_REWARDS:
         return getattr(trl.rewards, name)
     is_dotted = "." in name and all(part.isidentifier() for part in name.split("."))
-    return _import(name, argument, directory) if is_dotted and not os.path.isdir(name) else name
+    if is_dotted and not os.path.isdir(name):
+        return _import(name, argument, directory)
+    return name
 
 
 def _import(name: str, argument: str, directory: str | None) -> Any:
-    """Import a function by its dotted path, also from the working directory or from that of the config file."""
+    """Import a function by its dotted path, also from the working directory or from that of the
+    config file."""
     module_name, _, attribute = name.rpartition(".")
-    # Only during this import: an `apex.py` there must not stand for a package that transformers looks for later.
+    # Only during this import: an `apex.py` there must not stand for a package that transformers
+    # looks for later.
     places = [place for place in (directory, os.getcwd()) if place and place not in sys.path]
     sys.path += places
     try:
@@ -235,8 +324,13 @@ def _import(name: str, argument: str, directory: str | None) -> Any:
     except ModuleNotFoundError as error:
         if not f"{module_name or name}.".startswith(f"{error.name}."):
             raise  # the module exists, and fails to import another one
-        problem = f"`{argument}` must be a dotted path, got {name!r}, but no module {error.name!r} is on sys.path"
-        raise ValueError(f"{problem}; name a module and a function in it, or set PYTHONPATH.") from None
+        problem = (
+            f"`{argument}` must be a dotted path, got {name!r}, but no module {error.name!r} is on "
+            "sys.path"
+        )
+        raise ValueError(
+            f"{problem}; name a module and a function in it, or set PYTHONPATH."
+        ) from None
     finally:
         sys.path[:] = [place for place in sys.path if place not in places]
     value = getattr(module, attribute, None)
@@ -249,21 +343,28 @@ def _import(name: str, argument: str, directory: str | None) -> Any:
 
 def load_datasets(script: PPOScriptArguments) -> dict[str, Any]:
     """Load the splits of `dataset_name`, mapped by `map_function`, with `eval_rows` test rows."""
-    train, test = script.dataset_train_split, script.dataset_test_split
+    train = script.dataset_train_split
+    test = script.dataset_test_split
     if script.dataset_name is None:
         if script.environment_factory and script.map_function is None and script.eval_rows is None:
             return {}  # it may write the prompts
-        raise ValueError("`dataset_name` is not set, so there is no dataset; give an id, a file or a directory.")
+        raise ValueError(
+            "`dataset_name` is not set, so there is no dataset; give an id, a file or a directory."
+        )
     if script.eval_rows is not None and test == train:
-        raise ValueError(f"`eval_rows` needs a `dataset_test_split` other than the training split {test!r}.")
+        raise ValueError(
+            f"`eval_rows` needs a `dataset_test_split` other than the training split {test!r}."
+        )
     splits = dict(load_splits(script.dataset_name, script.dataset_config, script.dataset_streaming))
     if script.eval_rows is not None and test in splits:
         splits[test] = spread_rows(splits[test], script.eval_rows)
     if script.map_function is not None:
         function: Any = _import(script.map_function, "map_function", script.directory)
-        module = sys.modules[script.map_function.rpartition(".")[0]]  # that of a wrapped function may be another
+        # that of a wrapped function may be another
+        module = sys.modules[script.map_function.rpartition(".")[0]]
 
-        # `datasets` identifies an imported function by its name: with the source, edited ones miss its cache
+        # `datasets` identifies an imported function by its name: with the source, edited ones miss
+        # its cache
         def mapped(row: dict, source: str = inspect.getsource(module)) -> dict:
             return function(row)
 
@@ -276,19 +377,33 @@ def load_datasets(script: PPOScriptArguments) -> dict[str, Any]:
 def spread_rows(dataset: Any, count: int) -> Any:
     """Select rows at equal distances, of a stream the first ones."""
     is_stream = isinstance(dataset, IterableDataset)
-    return dataset.take(count) if is_stream else dataset.select(spread_indices(len(dataset), count))
+    if is_stream:
+        return dataset.take(count)
+    return dataset.select(spread_indices(len(dataset), count))
 
 
-def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) -> dict[str, Any]:
+def model_arguments(
+    script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig
+) -> dict[str, Any]:
     """Keyword arguments of [`PPOTrainer`] and [`estimate_memory`]: models, adapter and rewards."""
-    name, config = model.model_name_or_path, cast(trl.ModelConfig, model)
+    name = model.model_name_or_path
+    config = cast(trl.ModelConfig, model)
     if name is None:
-        raise ValueError("`model_name_or_path` is not set, so there is no model; give an id or a path.")
+        raise ValueError(
+            "`model_name_or_path` is not set, so there is no model; give an id or a path."
+        )
     if script.ignore_bias_buffers:
         raise ValueError("`ignore_bias_buffers` only helps models without adapters; omit it.")
     options = _renamed_keys(dict(cast(dict, args.model_init_kwargs) or {}))
-    revision = None if model.model_revision == "main" else model.model_revision
-    settings = {"revision": revision, "dtype": model.dtype, "attn_implementation": model.attn_implementation}
+    if model.model_revision == "main":
+        revision = None
+    else:
+        revision = model.model_revision
+    settings = {
+        "revision": revision,
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+    }
     for key, value in settings.items():
         if value is not None and options.setdefault(key, value) != value:
             given = f"`{key}` is {value!r}, and {options[key]!r} in `model_init_kwargs`"
@@ -301,8 +416,12 @@ def model_arguments(script: PPOScriptArguments, args: PPOConfig, model: PPOModel
     return {
         "model": name,
         "args": args,
-        "reward_funcs": [find_reward(reward, "reward_funcs", *place) for reward in script.reward_funcs or []],
-        "monitor_funcs": [find_reward(reward, "monitor_funcs", *place) for reward in script.monitor_funcs or []],
+        "reward_funcs": [
+            find_reward(reward, "reward_funcs", *place) for reward in script.reward_funcs or []
+        ],
+        "monitor_funcs": [
+            find_reward(reward, "monitor_funcs", *place) for reward in script.monitor_funcs or []
+        ],
         "peft_config": model.adapter_name_or_path or trl.get_peft_config(config),
         "quantization_config": trl.get_quantization_config(quantized),
     }
@@ -313,13 +432,19 @@ def trainer_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of [`PPOTrainer`]; only datasets are loaded."""
     kwargs = model_arguments(script, args, model)
-    factory, directory = script.environment_factory, script.directory
+    factory = script.environment_factory
+    directory = script.directory
     kwargs["tools"] = [_import(name, "tools", directory) for name in script.tools or []]
     kwargs["environment_factory"] = factory and _import(factory, "environment_factory", directory)
     if args.max_steps <= 0 and (script.dataset_streaming or not splits):
-        raise ValueError("`max_steps` must be set without `dataset_name` or with `dataset_streaming`; give a number.")
+        raise ValueError(
+            "`max_steps` must be set without `dataset_name` or with `dataset_streaming`; give a "
+            "number."
+        )
     if splits:
-        kwargs["train_dataset"] = get_split(splits, script.dataset_train_split, "dataset_train_split")
+        kwargs["train_dataset"] = get_split(
+            splits, script.dataset_train_split, "dataset_train_split"
+        )
     elif args.eval_strategy != "no":
         raise ValueError("Without `dataset_name`, `eval_strategy` must be 'no'; give a dataset.")
     if args.eval_strategy != "no":

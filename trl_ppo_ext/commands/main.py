@@ -1,4 +1,7 @@
-"""Console script `trl-ppo`. Only the chosen subcommand's module is imported, so `--help` does not load torch."""
+"""Console script `trl-ppo`.
+
+Only the chosen subcommand's module is imported, so `--help` does not load torch.
+"""
 
 import argparse
 import os
@@ -25,14 +28,19 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     subs = {name: commands.add_parser(name, help=line) for name, line in COMMANDS.items()}
     subs["report"].add_argument("run_dir", metavar="RUN_DIR", help="output_dir of a run")
-    subs["report"].add_argument("--output", metavar="FILE", help="file to write (default: report.html in RUN_DIR)")
+    subs["report"].add_argument(
+        "--output", metavar="FILE", help="file to write (default: report.html in RUN_DIR)"
+    )
     return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    command = argv[0] if argv else None
+    if argv:
+        command = argv[0]
+    else:
+        command = None
     try:
         if command in LAUNCHERS:
             import_module(f"trl_ppo_ext.commands.{command}").main(argv[1:])
@@ -41,9 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             from ..tracking.reading import REPORT
             from ..tracking.report import write_report
 
-            path = write_report(options.run_dir, options.output or os.path.join(options.run_dir, REPORT))
+            path = write_report(
+                options.run_dir, options.output or os.path.join(options.run_dir, REPORT)
+            )
             print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
-    except (ValueError, OSError, ImportError) as error:  # wrong arguments, a missing model, a missing extra
+    # wrong arguments, a missing model, a missing extra
+    except (ValueError, OSError, ImportError) as error:
         text = "\n- ".join(" ".join(part.split()) for part in str(error).split("\n- "))
         print(f"trl-ppo {command}: error: {printable(redacted(text))}", file=sys.stderr)
         return 2

@@ -30,14 +30,19 @@ RIDGES = (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)  # relative to the mean square of th
 LAMBDAS = (0.0, 0.5, 0.8, 0.95, 1.0)
 WITHOUT_CRITIC = ("rebn", "rloo", "grpo")
 SKETCH = 64  # random directions on each side of a gradient
-RESAMPLES, QUANTILES, TOLD = 400, (0.05, 0.95), 0.95  # of the intervals; share of resamples with a signal, at least
+# of the intervals; share of resamples with a signal, at least
+RESAMPLES = 400
+QUANTILES = (0.05, 0.95)
+TOLD = 0.95
 
 
 @dataclass(repr=False)
 class ProbeConfig(PPOConfig):
     """[`PPOConfig`] of a run to probe."""
 
-    _argument_group_name = "training (fields of PPOConfig; those about updates and the Hub have no effect)"
+    _argument_group_name = (
+        "training (fields of PPOConfig; those about updates and the Hub have no effect)"
+    )
 
     completions: int = HfArg(default=COMPLETIONS, help="Completions to sample.")
 
@@ -49,57 +54,87 @@ class ProbeConfig(PPOConfig):
 def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]:
     """Measure how well a rollout's gradient agrees with the exact one, for several advantages.
 
-    The agreement is the cosine of the two in expectation, from pairs of different completions: completions needed for
-    the same progress go with 1 / cosine². Gradients are those of a linear layer on the policy's last states, and the
-    critic is a regression on these states, fitted to the returns of other prompts. The result is also written to
-    `probe.json` in the run's `output_dir`.
+    The agreement is the cosine of the two in expectation, from pairs of different completions:
+    completions needed for the same progress go with 1 / cosine². Gradients are those of a linear
+    layer on the policy's last states, and the critic is a regression on these states, fitted to the
+    returns of other prompts. The result is also written to `probe.json` in the run's `output_dir`.
 
     Args:
         trainer ([`PPOTrainer`]): Trainer of the run, on one process. The run is not changed.
         completions (`int`, *optional*, defaults to 256):
-            Completions to sample at least, in whole rollouts: `num_generations` per prompt, or 8 if that is 1.
+            Completions to sample at least, in whole rollouts: `num_generations` per prompt, or 8 if
+            that is 1.
 
     Returns:
-        `dict[str, Any]`: `"explained_variance"` of the returns by the policy's states, `"agreement"` of each estimator
-        with its 90 % interval (`None` if the completions do not agree on a gradient),
-        `"groups_without_signal"` and `"verdict"`.
+        `dict[str, Any]`: `"explained_variance"` of the returns by the policy's states,
+        `"agreement"` of each estimator with its 90 % interval (`None` if the completions do not
+        agree on a gradient), `"groups_without_signal"` and `"verdict"`.
 
     Raises:
         `ValueError`: If there are several processes, or too few scores.
     """
-    gamma, size = trainer.args.gamma, trainer.plan.num_generations
-    size = size if size > 1 else GENERATIONS
-    if trainer.accelerator.num_processes > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise ValueError("`trl-ppo probe` needs one process without DeepSpeed and FSDP; start it without a launcher.")
+    gamma = trainer.args.gamma
+    size = trainer.plan.num_generations
+    if size > 1:
+        size = size
+    else:
+        size = GENERATIONS
+    if (
+        trainer.accelerator.num_processes > 1
+        or trainer.is_deepspeed_enabled
+        or trainer.is_fsdp_enabled
+    ):
+        raise ValueError(
+            "`trl-ppo probe` needs one process without DeepSpeed and FSDP; start it without a "
+            "launcher."
+        )
 
     # 1. Sample. Without discount, Monte Carlo returns are the rewards of the tokens.
-    changes = {"gamma": 0.0, "advantage_estimator": "rebn", "whiten_advantages": False, "advantage_level": "token"}
+    changes = {
+        "gamma": 0.0,
+        "advantage_estimator": "rebn",
+        "whiten_advantages": False,
+        "advantage_level": "token",
+    }
     changes["top_entropy_quantile"] = 1.0
     rollouts, sampled = zip(*held_out_rollouts(trainer, completions, size, **changes))
     rows = sum(map(len, rollouts)) // size * size  # of complete groups
     mask = _stack([x.response_mask for x in rollouts])[:rows]
-    rewards = _stack([cast(Tensor, x.advantages if x.returns is None else x.returns) for x in sampled])[:rows]
+    rewards = _stack(
+        [cast(Tensor, x.advantages if x.returns is None else x.returns) for x in sampled]
+    )[:rows]
     _, returns = ppo_math.gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
     counts = mask.any(1)
     if counts.sum() < FOLDS:
-        cause = f"Only {int(counts.sum())} of {rows} completions have a score and tokens to learn from"
+        cause = (
+            f"Only {int(counts.sum())} of {rows} completions have a score and tokens to learn from"
+        )
         raise ValueError(f"{cause}; check the rewards and `mask_truncated_completions`.")
 
-    # 2. Predict each return from other completions: their mean, and a regression on the states of other prompts.
-    sums, tokens = (returns.double() * mask).sum(1), mask.sum(1)
+    # 2. Predict each return from other completions: their mean, and a regression on the states of
+    # other prompts.
+    sums = (returns.double() * mask).sum(1)
+    tokens = mask.sum(1)
     mean_of_others = (sums.sum() - sums) / (tokens.sum() - tokens)
     prompts = [tuple(x.prompt_ids) for samples in sampled for x in samples.batch.episodes]
-    numbers = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts[i] for i in counts.nonzero()[:, 0]))}
+    numbers = {
+        prompt: n
+        for n, prompt in enumerate(dict.fromkeys(prompts[i] for i in counts.nonzero()[:, 0]))
+    }
     blocks = torch.tensor([numbers.get(prompt, 0) for prompt in prompts])  # that share a fold
     if len(numbers) < FOLDS:  # training would see every one of them, too
         blocks = counts.cumsum(0)
-    row, flat = mask.nonzero()[:, 0], returns[mask]
+    row = mask.nonzero()[:, 0]
+    flat = returns[mask]
     states = torch.cat([read_states(trainer, rollout) for rollout in rollouts])[: len(row)]
     values = ridge_values(states, flat, blocks[row] % FOLDS)
 
     # 3. Compare gradients.
-    totals, value_table = rewards.sum(1), torch.zeros_like(rewards).masked_scatter(mask, values)
-    tables = {f"lam={lam:g}": ppo_math.gae(rewards, value_table, mask, gamma, lam)[0] for lam in LAMBDAS}
+    totals = rewards.sum(1)
+    value_table = torch.zeros_like(rewards).masked_scatter(mask, values)
+    tables = {
+        f"lam={lam:g}": ppo_math.gae(rewards, value_table, mask, gamma, lam)[0] for lam in LAMBDAS
+    }
     tables |= {
         "rebn": (returns - mean_of_others[:, None]).float() * mask,
         "rloo": ppo_math.rloo_advantages(totals, counts, size)[:, None] * mask,
@@ -107,10 +142,15 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     }
     gradients = gradient_sketches(trainer, rollouts, tables)[counts]
     exact = list(tables).index("lam=1")
-    found = dict(zip(tables, agreements(gradients, blocks[counts], exact, trainer.plan.completions)))
+    found = dict(
+        zip(tables, agreements(gradients, blocks[counts], exact, trainer.plan.completions))
+    )
 
     # 4. Conclude.
-    scores, usable = (torch.cat([getattr(x.scored, name) for x in sampled])[:rows] for name in ("totals", "usable"))
+    scores, usable = (
+        torch.cat([getattr(x.scored, name) for x in sampled])[:rows]
+        for name in ("totals", "usable")
+    )
     equal = (ppo_math.dr_grpo_advantages(scores, usable, size) == 0).view(-1, size).all(1)
     without_signal = float(equal[usable.view(-1, size).any(1)].float().mean())
     result = {
@@ -118,7 +158,9 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
         "prompts": len(numbers),
         "num_generations": size,
         "rollout": trainer.plan.completions,
-        "explained_variance": float(ppo_math.explained_variance(values, flat, torch.ones_like(flat))),
+        "explained_variance": float(
+            ppo_math.explained_variance(values, flat, torch.ones_like(flat))
+        ),
         "agreement": {name: interval(x) for name, x in found.items()},
         "groups_without_signal": without_signal,
         "verdict": verdict(found, without_signal),
@@ -132,26 +174,39 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
 def held_out_rollouts(
     trainer: PPOTrainer, completions: int, num_generations: int = 1, **changes: Any
 ) -> list[tuple[Rollout, Samples]]:
-    """Collect rollouts that are not trained on; the state that each leaves is dropped, and the run's noise restored.
+    """Collect rollouts that are not trained on; the state that each leaves is dropped, and the
+    run's noise restored.
 
-    A prompt has `num_generations` completions in consecutive rows, and `changes` replaces fields of the config.
+    A prompt has `num_generations` completions in consecutive rows, and `changes` replaces fields of
+    the config.
     """
-    args, plan, accelerator = copy(trainer.args), trainer.plan, trainer.accelerator
-    # Monte Carlo returns: with another λ they would depend on the critic. A new critic is not fitted to them
-    vars(args).update({"critic_options": replace(args.critic_options, lam=1.0), "critic_init": "as it is"} | changes)
+    args = copy(trainer.args)
+    plan = trainer.plan
+    accelerator = trainer.accelerator
+    # Monte Carlo returns: with another λ they would depend on the critic. A new critic is not
+    # fitted to them
+    vars(args).update(
+        {"critic_options": replace(args.critic_options, lam=1.0), "critic_init": "as it is"}
+        | changes
+    )
     start = 0
 
     def play(rows: list[dict], *_: Any) -> list[Episode]:
-        """Play without the record of answers, which is the run's; environments of a prompt have one seed."""
-        seeds = [hash((args.seed, (start + row) // num_generations)) % 2**31 for row in range(len(rows))]
+        """Play without the record of answers, which is the run's; environments of a prompt have
+        one seed."""
+        seeds = [
+            hash((args.seed, (start + row) // num_generations)) % 2**31 for row in range(len(rows))
+        ]
         return trainer.roles.player.play(rows, seeds)
 
     # monitored rewards and the comparison with a sampler are for the log of a run
     player: Any = copy(trainer.roles.player)
     player.play = play
     roles = replace(trainer.roles, args=args, monitors=[], sampler=None, player=player)
-    device, process = accelerator.device, accelerator.process_index
-    size, rounds = plan.completions_per_process, -(-completions // plan.completions)
+    device = accelerator.device
+    process = accelerator.process_index
+    size = plan.completions_per_process
+    rounds = -(-completions // plan.completions)
     prompts = _held_out_rows(trainer, -(-rounds * plan.completions // num_generations))
     rows = [row for row in prompts for _ in range(num_generations)]
     trainer.actor_critic.eval()
@@ -170,11 +225,18 @@ def held_out_rollouts(
 
 def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
     """Rows of the evaluation sets, or else those that training reaches last."""
-    args, sets, train = trainer.args, trainer.eval_dataset, trainer.train_dataset
+    args = trainer.args
+    sets = trainer.eval_dataset
+    train = trainer.train_dataset
     if sets is None and not isinstance(train, IterableDataset):
-        order = RolloutSampler(len(train), BatchPlan(1), args.shuffle_dataset, args.prompt_seed).order(epoch=0)
+        order = RolloutSampler(
+            len(train), BatchPlan(1), args.shuffle_dataset, args.prompt_seed
+        ).order(epoch=0)
         train = train.select(order[::-1][:count])
-    sets = list(sets.values()) if isinstance(sets, dict) else [train if sets is None else sets]
+    if isinstance(sets, dict):
+        sets = list(sets.values())
+    else:
+        sets = [train if sets is None else sets]
     rows = [row for dataset in sets for row in spread_rows(dataset, -(-count // len(sets)))]
     return [rows[index % len(rows)] for index in range(count)]
 
@@ -186,8 +248,10 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def read_states(trainer: PPOTrainer, rollout: Rollout) -> Tensor:
-    """Last states of the policy at the tokens that count, after the position as cosines, `[tokens, features]`."""
-    features, length = [], trainer.args.max_completion_length
+    """Last states of the policy at the tokens that count, after the position as cosines,
+    `[tokens, features]`."""
+    features = []
+    length = trainer.args.max_completion_length
     for index in torch.arange(len(rollout)).split(trainer.plan.micro_batch_size):
         part = rollout.rows(index)
         sequences = part.sequences
@@ -201,11 +265,14 @@ def read_states(trainer: PPOTrainer, rollout: Rollout) -> Tensor:
 
 
 def ridge_values(states: Tensor, returns: Tensor, folds: Tensor) -> Tensor:
-    """Predict the returns of each fold, `[tokens]`, from the others by ridge regression, with the best ridge.
+    """Predict the returns of each fold, `[tokens]`, from the others by ridge regression, with the
+    best ridge.
 
     The first column of the states is the bias.
     """
-    x, y, chosen = states.double(), returns.double(), [folds == fold for fold in range(FOLDS)]
+    x = states.double()
+    y = returns.double()
+    chosen = [folds == fold for fold in range(FOLDS)]
     squares = torch.stack([x[fold].T @ x[fold] for fold in chosen])
     products = torch.stack([x[fold].T @ y[fold] for fold in chosen])
     predictions = []
@@ -215,22 +282,30 @@ def ridge_values(states: Tensor, returns: Tensor, folds: Tensor) -> Tensor:
             matrix = squares.sum(0) - squares[number]
             penalty = torch.full_like(matrix[0], ridge * float(matrix.diagonal().mean()))
             penalty[0] = 0
-            values[fold] = x[fold] @ torch.linalg.solve(matrix + penalty.diag(), products.sum(0) - products[number])
+            values[fold] = x[fold] @ torch.linalg.solve(
+                matrix + penalty.diag(), products.sum(0) - products[number]
+            )
         predictions.append(values)
     return min(predictions, key=lambda values: float((y - values).square().sum())).to(returns.dtype)
 
 
 @torch.no_grad()
-def gradient_sketches(trainer: PPOTrainer, rollouts: Sequence[Rollout], tables: Mapping[str, Tensor]) -> Tensor:
-    """Gradient of a linear layer on the last states, with each table of advantages, `[completions, tables, features]`.
+def gradient_sketches(
+    trainer: PPOTrainer, rollouts: Sequence[Rollout], tables: Mapping[str, Tensor]
+) -> Tensor:
+    """Gradient of a linear layer on the last states, with each table of advantages, `[completions,
+    tables, features]`.
 
-    It is the sum of Âₜ·δₜ·hₜᵀ, where δₜ is the gradient of the token's log-prob by the state hₜ. Both are projected on
-    random directions, which keeps products of two gradients in expectation.
+    It is the sum of Âₜ·δₜ·hₜᵀ, where δₜ is the gradient of the token's log-prob by the state hₜ.
+    Both are projected on random directions, which keeps products of two gradients in expectation.
     """
-    actor_critic, rows = trainer.actor_critic, len(next(iter(tables.values())))
+    actor_critic = trainer.actor_critic
+    rows = len(next(iter(tables.values())))
     weight = actor_critic.policy.get_base_model().get_output_embeddings().weight
     shape = 2, weight.shape[1], SKETCH
-    left, right = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) / SKETCH**0.5).to(weight.device)
+    left, right = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) / SKETCH**0.5).to(
+        weight.device
+    )
     sketches: list[Tensor] = []
     for rollout in rollouts:
         for index in torch.arange(len(rollout)).split(trainer.plan.micro_batch_size):
@@ -238,14 +313,21 @@ def gradient_sketches(trainer: PPOTrainer, rollouts: Sequence[Rollout], tables: 
             with trainer.accelerator.autocast():
                 hidden = actor_critic._hidden_states(sequences).to(weight.dtype).requires_grad_()
             with torch.enable_grad():
-                logprobs = actor_critic._project(hidden, sequences, trainer.args.temperature).logprobs
+                logprobs = actor_critic._project(
+                    hidden, sequences, trainer.args.temperature
+                ).logprobs
                 (by_state,) = torch.autograd.grad(logprobs.sum(), hidden)
-            products = torch.einsum("ti,tj->tij", hidden.detach().float() @ left, by_state.float() @ right).flatten(1)
-            mask, start = sequences.completion_mask.cpu(), len(sketches)
+            products = torch.einsum(
+                "ti,tj->tij", hidden.detach().float() @ left, by_state.float() @ right
+            ).flatten(1)
+            mask = sequences.completion_mask.cpu()
+            start = len(sketches)
             for row, part in enumerate(products.split(mask.sum(1).tolist())):
                 if start + row < rows:
                     places = mask[row].nonzero()[:, 0]
-                    advantages = torch.stack([table[start + row, places] for table in tables.values()])
+                    advantages = torch.stack(
+                        [table[start + row, places] for table in tables.values()]
+                    )
                     sketches.append((advantages.to(part) @ part).cpu())
     return torch.stack(sketches)
 
@@ -259,23 +341,31 @@ def interval(cosines: Tensor) -> list[float] | None:
 
 
 def agreements(gradients: Tensor, blocks: Tensor, exact: int, rollout: int) -> Tensor:
-    """Cosine of a rollout's gradient with the exact one, `[tables, 1 + resamples]`; NaN where that cannot be told.
+    """Cosine of a rollout's gradient with the exact one, `[tables, 1 + resamples]`; NaN where that
+    cannot be told.
 
-    Products of completions of different `blocks`, which share no prompt, estimate products of expected gradients; the
-    table `exact` is of unbiased advantages. The first column is of all blocks, the others of resampled ones.
+    Products of completions of different `blocks`, which share no prompt, estimate products of
+    expected gradients; the table `exact` is of unbiased advantages. The first column is of all
+    blocks, the others of resampled ones.
     """
     blocks = blocks.unique(return_inverse=True)[1]
-    count, generator = int(blocks.max()) + 1, torch.Generator().manual_seed(0)
+    count = int(blocks.max()) + 1
+    generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
-    times = torch.zeros(RESAMPLES, count).scatter_add(1, drawn, torch.ones_like(drawn, dtype=torch.float))
+    times = torch.zeros(RESAMPLES, count).scatter_add(
+        1, drawn, torch.ones_like(drawn, dtype=torch.float)
+    )
     weights = torch.cat([torch.ones(1, len(blocks)), times[:, blocks]]).double()
     others = (blocks[:, None] != blocks).double()
     pairs = (weights @ others * weights).sum(1)
 
     def products(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean product of a gradient with itself, and with that of a completion of another block."""
+        """Mean product of a gradient with itself, and with that of a completion of another
+        block."""
         table = (first @ second.T).double()
-        return weights @ table.diagonal() / weights.sum(1), (weights @ (others * table) * weights).sum(1) / pairs
+        return weights @ table.diagonal() / weights.sum(1), (
+            weights @ (others * table) * weights
+        ).sum(1) / pairs
 
     unbiased = gradients[:, exact]
     _, length = products(unbiased, unbiased)  # squared, of the exact gradient
@@ -291,12 +381,22 @@ def verdict(found: Mapping[str, Tensor], without_signal: float) -> str:
     """One sentence: whether a critic pays, and the setting to take."""
     means = {name: float(x[0]) for name, x in found.items()}
     if without_signal == 1:
-        return "There is nothing to learn, as all scores of a prompt are equal: change the reward or the prompts."
+        return (
+            "There is nothing to learn, as all scores of a prompt are equal: change the reward or "
+            "the prompts."
+        )
     if not all(map(interval, found.values())):
-        return "These completions are too few to tell a signal from noise: set a larger `--completions`."
-    critic = max((name for name in means if name not in WITHOUT_CRITIC), key=lambda name: means[name])
+        return (
+            "These completions are too few to tell a signal from noise: set a larger "
+            "`--completions`."
+        )
+    critic = max(
+        (name for name in means if name not in WITHOUT_CRITIC), key=lambda name: means[name]
+    )
     rival = max(WITHOUT_CRITIC, key=lambda name: means[name])
-    low, high = (found[critic] - found[rival])[1:].nanquantile(torch.tensor(QUANTILES).double()).tolist()
+    low, high = (
+        (found[critic] - found[rival])[1:].nanquantile(torch.tensor(QUANTILES).double()).tolist()
+    )
     share = (means[rival] / means[critic]) ** 2
     if low > 0:
         needs = f"it needs {share:.0%} of the completions of `advantage_estimator={rival!r}`"
@@ -305,21 +405,43 @@ def verdict(found: Mapping[str, Tensor], without_signal: float) -> str:
         setting = f'`critic="none", advantage_estimator="{rival}"`'
         needs = f"it needs {1 / share:.0%} of the completions"
         return f"No critic on the policy's states pays, so take {setting}: {needs}."
-    return f"No difference between `lam` {critic.removeprefix('lam=')} and {rival!r} can be told: keep the default."
+    return (
+        f"No difference between `lam` {critic.removeprefix('lam=')} and {rival!r} can be told: "
+        "keep the default."
+    )
 
 
 def main(argv: Sequence[str]) -> None:
     """Probe a task, and print the table and the verdict."""
-    description = "Measure on completions of the frozen policy whether a critic pays, before anything is trained."
+    description = (
+        "Measure on completions of the frozen policy whether a critic pays, before anything is "
+        "trained."
+    )
     script, args, model = parse("trl-ppo probe", argv, description, ProbeConfig)
     trainer = build_trainer(script, args, model, load_datasets(script))
     result = probe(trainer, cast(ProbeConfig, args).completions)
-    print(f"{result['completions']} completions of {result['prompts']} prompts; all scores are equal in", end=" ")
+    print(
+        f"{result['completions']} completions of {result['prompts']} prompts; all scores are equal "
+        "in",
+        end=" ",
+    )
     print(f"{result['groups_without_signal']:.0%} of the groups of {result['num_generations']}")
-    print(f"explained variance of the returns by the policy's states: {result['explained_variance']:.2f}")
-    print(f"agreement of a rollout of {result['rollout']} with the exact gradient (1; noise: 0), with 90 % intervals")
-    print("Half the agreement takes four times the completions. lam=... has a critic with that λ, the others none.")
+    print(
+        "explained variance of the returns by the policy's states: "
+        f"{result['explained_variance']:.2f}"
+    )
+    print(
+        f"agreement of a rollout of {result['rollout']} with the exact gradient (1; noise: 0), "
+        "with 90 % intervals"
+    )
+    print(
+        "Half the agreement takes four times the completions. lam=... has a critic with that λ, "
+        "the others none."
+    )
     for name, values in result["agreement"].items():
-        print(f"{name:9} ", "{:5.2f}   {:5.2f} to {:.2f}".format(*values) if values else "cannot be told")
+        print(
+            f"{name:9} ",
+            "{:5.2f}   {:5.2f} to {:.2f}".format(*values) if values else "cannot be told",
+        )
     print(result["verdict"])
     trainer.end()

@@ -1,4 +1,5 @@
-"""`trl-ppo train`: a PPO run from a YAML file and a command line, or with `--dry_run` a preview of it."""
+"""`trl-ppo train`: a PPO run from a YAML file and a command line, or with `--dry_run` a preview
+of it."""
 
 import os
 from collections.abc import Sequence
@@ -22,7 +23,14 @@ from ..modeling.adapters import read_critic
 from ..redaction import shortened
 from ..tracking.completions import check_trackers
 from .estimate import print_estimate
-from .launch import PPOModelConfig, PPOScriptArguments, build_trainer, load_datasets, parse, trainer_arguments
+from .launch import (
+    PPOModelConfig,
+    PPOScriptArguments,
+    build_trainer,
+    load_datasets,
+    parse,
+    trainer_arguments,
+)
 
 ROWS = 10  # of a stream or of the Hub, read by a dry run
 LONGEST = 4000  # characters of the prompt that it prints
@@ -34,14 +42,19 @@ class TrainScriptArguments(PPOScriptArguments):
 
     dry_run: bool = HfArg(
         default=False,
-        help="Check configs and prompts (the first ten rows of a Hub dataset), print the plan, and stop.",
+        help=(
+            "Check configs and prompts (the first ten rows of a Hub dataset), print the plan, and "
+            "stop."
+        ),
     )
 
 
 def main(argv: Sequence[str]) -> None:
     """Train from the beginning or from a checkpoint, then save and push; or preview the run."""
     description = "Train a policy with PPO, and save it in output_dir."
-    script, args, model = parse("trl-ppo train", argv, description, script_class=TrainScriptArguments)
+    script, args, model = parse(
+        "trl-ppo train", argv, description, script_class=TrainScriptArguments
+    )
     if cast(TrainScriptArguments, script).dry_run:
         dry_run(script, args, model)
         return
@@ -51,10 +64,15 @@ def main(argv: Sequence[str]) -> None:
     except CheckpointError:
         raise
     except (ValueError, OSError) as error:
-        remedy = " Resume from the last checkpoint with --resume_from_checkpoint true, once the cause is fixed."
+        remedy = (
+            " Resume from the last checkpoint with --resume_from_checkpoint true, once the cause "
+            "is fixed."
+        )
         # shown with its traceback and its cause, unlike wrong arguments
         failed = f"The run failed after {trainer.state.global_step} optimizer steps."
-        raise RuntimeError(failed + (remedy if checkpoints(str(args.output_dir)) else "")) from error
+        raise RuntimeError(
+            failed + (remedy if checkpoints(str(args.output_dir)) else "")
+        ) from error
     if args.push_to_hub:
         trainer.push_to_hub(datasets=[script.dataset_name])
         trainer.accelerator.print(f"Pushed to {trainer.hub_model_id}.")
@@ -67,7 +85,8 @@ def main(argv: Sequence[str]) -> None:
 def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) -> None:
     """Check everything that needs no weights, and print the plan of the run."""
     # 1. Read the datasets, of the Hub a few rows.
-    streamed, source = copy(script), script.dataset_name
+    streamed = copy(script)
+    source = script.dataset_name
     streamed.dataset_streaming |= source is not None and not os.path.exists(source)
     splits = {
         name: Dataset.from_list([*rows.take(ROWS)]) if isinstance(rows, IterableDataset) else rows
@@ -77,36 +96,55 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     # 2. Run the trainer's checks, up to the weights.
     arguments = trainer_arguments(script, args, model, splits)
     datasets = {name: arguments.pop(name, None) for name in ("eval_dataset", "train_dataset")}
-    environments, name = Environments(arguments.pop("tools"), arguments.pop("environment_factory")), arguments["model"]
+    environments = Environments(arguments.pop("tools"), arguments.pop("environment_factory"))
+    name = arguments["model"]
     check_trainer_arguments(
-        **arguments, **datasets, environments=environments, reward_processing_classes=[], optimizer=None
+        **arguments,
+        **datasets,
+        environments=environments,
+        reward_processing_classes=[],
+        optimizer=None,
     )
     check_trackers(args.report_to)
     check_target(str(args.output_dir), name)
     check_links(str(args.output_dir))
-    if (start := args.critic_init) is not None:
+    start = args.critic_init
+    if start is not None:
         read_critic(start, args.critic, name, args.reward_label, args.gamma)
     named = tokenizer_name(name, arguments["peft_config"])
-    prompts = read_prompts(name, named, None, args, environments, datasets["train_dataset"], datasets["eval_dataset"])
+    prompts = read_prompts(
+        name, named, None, args, environments, datasets["train_dataset"], datasets["eval_dataset"]
+    )
     if not PartialState().is_main_process:
         return
 
     # 3. Print sizes, memory, and one prompt.
-    ids, context = prompts.train[PROMPT_IDS], prompts.context_length
-    lengths, rewards = [*map(len, ids)], [*(script.reward_funcs or []), *(x.name for x in environments.rewards)]
+    ids = prompts.train[PROMPT_IDS]
+    context = prompts.context_length
+    lengths = [*map(len, ids)]
+    rewards = [*(script.reward_funcs or []), *(x.name for x in environments.rewards)]
     print(
-        f"model:   {name}; {'quantized' if arguments['quantization_config'] else 'not quantized'}\n"
-        f"rewards: {', '.join(rewards) or 'none'}; monitored: {', '.join(script.monitor_funcs or ['none'])}\n"
-        f"prompts: {min(lengths)} to {max(lengths)} tokens in {len(lengths)} rows, of a context of {context}\n"
-        f"{args.plan(args.world_size).summary(args.max_steps, args.num_train_epochs)}"
+        f"model:   {name}; "
+        f"{'quantized' if arguments['quantization_config'] else 'not quantized'}\nrewards: "
+        f"{', '.join(rewards) or 'none'}; monitored: "
+        f"{', '.join(script.monitor_funcs or ['none'])}\nprompts: {min(lengths)} to {max(lengths)} "
+        f"tokens in {len(lengths)} rows, of a context of "
+        f"{context}\n{args.plan(args.world_size).summary(args.max_steps, args.num_train_epochs)}"
     )
     room = prompt_limit(args.max_completion_length, context, args.max_prompt_length)
-    device, most = args.device, min(max(PROMPT_LENGTH, *lengths), room)
+    device = args.device
+    most = min(max(PROMPT_LENGTH, *lengths), room)
     try:
         estimate = estimate_memory(**arguments, prompt_length=most, device=device.type)
         print(f"memory:  with prompts of {most} tokens, on each process")
         on_gpu = device.type == "cuda"
-        print_estimate(estimate, torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None)
+        print_estimate(
+            estimate,
+            torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None,
+        )
     except ValueError as error:
         print(f"memory:  not estimated: {error}")
-    print(f"\nThe first prompt, as the model reads it:\n{shortened(prompts.tokenizer.decode(ids[0]), LONGEST)}")
+    print(
+        "\nThe first prompt, as the model reads "
+        f"it:\n{shortened(prompts.tokenizer.decode(ids[0]), LONGEST)}"
+    )

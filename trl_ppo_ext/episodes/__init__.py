@@ -1,4 +1,5 @@
-"""What a rollout samples: episodes of one turn or many, with their generators, tools and environments."""
+"""What a rollout samples: episodes of one turn or many, with their generators, tools and
+environments."""
 
 # ruff: noqa: F401
 from .environments import Environments, StepResult

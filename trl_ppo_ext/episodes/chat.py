@@ -20,7 +20,8 @@ CHARACTERS = 64
 
 
 def encodable(text: str) -> str:
-    """Text without lone surrogates, e.g. half an emoji in the JSON of a tool call, which no tokenizer encodes."""
+    """Text without lone surrogates, e.g. half an emoji in the JSON of a tool call, which no
+    tokenizer encodes."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -37,50 +38,67 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special_ids = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        self.special_ids = {
+            *tokenizer.all_special_ids,
+            *(number for number, token in added.items() if token.special),
+        }
         if with_tools and not conversational:
-            raise ValueError("`tools` and environments with tools need chat messages as prompts, got text.")
+            raise ValueError(
+                "`tools` and environments with tools need chat messages as prompts, got text."
+            )
         if not conversational:
             return
         if with_tools and not supports_tool_calling(tokenizer):
             raise ValueError(
-                "`tools` and environments with tools need a chat template that renders tool calls and responses, but "
-                "that of the tokenizer drops them; set `tokenizer.chat_template`, or use another model."
+                "`tools` and environments with tools need a chat template that renders tool calls "
+                "and responses, but that of the tokenizer drops them; set "
+                "`tokenizer.chat_template`, or use another model."
             )
         response_template = getattr(tokenizer, "response_template", None)
         if with_tools and not isinstance(response_template, dict | None):
             raise TypeError(
-                f"`tokenizer.response_template` must be a mapping, as `parse_response` takes it, got "
-                f"{type(response_template).__name__}; set one, or None for templates that TRL knows."
+                "`tokenizer.response_template` must be a mapping, as `parse_response` takes it, "
+                f"got {type(response_template).__name__}; set one, or None for templates that TRL "
+                "knows."
             )
         if with_tools and response_template is None:
             add_response_schema(tokenizer)  # raises an error for a template that it does not know
-        following, end = [_RESPONSE if with_tools else _QUESTION], None
-        with suppress(TypeError):  # some templates take arguments as text only; their training template does not
+        following = [_RESPONSE if with_tools else _QUESTION]
+        end = None
+        # some templates take arguments as text only; their training template does not
+        with suppress(TypeError):
             end = self._end(*self._stand_in(following, self.template_kwargs))
         if end is None:
             self.template_kwargs["chat_template"] = get_training_chat_template(tokenizer)
         if not with_tools:
             return
         # no call would ever be found, or those of earlier turns again
-        called, start, prefix = self._stand_in(following, self.template_kwargs | {"tokenize": False})
+        called, start, prefix = self._stand_in(
+            following, self.template_kwargs | {"tokenize": False}
+        )
         turns = (called[start:], called[:start]), ("dummy", prefix)
         if [bool((self._read(*turn) or {}).get("tool_calls")) for turn in turns] != [True, False]:
-            anchor, end = tokenizer.response_template.get("start_anchor"), prefix[-40:]
+            anchor = tokenizer.response_template.get("start_anchor")
+            end = prefix[-40:]
             raise ValueError(
-                "`tokenizer.response_template` must read calls as the chat template writes them, such as "
-                f"{called[start:]!r}, and its `start_anchor` must match the text with which the "
-                f"template begins a turn, got {anchor!r} for a template that ends with {end!r}; use one that fits."
+                "`tokenizer.response_template` must read calls as the chat template writes them, "
+                f"such as {called[start:]!r}, and its `start_anchor` must match the text with "
+                f"which the template begins a turn, got {anchor!r} for a template that ends with "
+                f"{end!r}; use one that fits."
             )
 
     def encoded(self, text: str) -> list[int]:
         """Token ids of text that others wrote, none of which is a delimiter."""
         return encode_marked(protected(text, self.tokenizer), self.tokenizer)
 
-    def _stand_in(self, messages: list[dict], template_kwargs: dict[str, Any]) -> tuple[Any, int, Any]:
-        """Token ids up to the end of a stand-in for a turn, where it begins, and ids up to the end of its answer."""
+    def _stand_in(
+        self, messages: list[dict], template_kwargs: dict[str, Any]
+    ) -> tuple[Any, int, Any]:
+        """Token ids up to the end of a stand-in for a turn, where it begins, and ids up to the
+        end of its answer."""
         turn: dict[str, Any] = {"role": "assistant", "content": "dummy"}
-        if messages[0]["role"] == "tool":  # some templates repeat the name of the call in the header of its response
+        # some templates repeat the name of the call in the header of its response
+        if messages[0]["role"] == "tool":
             call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
             turn |= {"content": "", "tool_calls": [call]}
         opened = template_kwargs | {"add_generation_prompt": True}
@@ -103,29 +121,48 @@ class ChatFormat:
             return [0] * (room + 1)  # the caller drops what does not fit
         if template_kwargs is None:  # the conversation is text
             return self.encoded("".join(texts))
-        # only what follows a turn is rendered, after a stand-in for it: sampled ids are never tokenized again
+        # only what follows a turn is rendered, after a stand-in for it: sampled ids are never
+        # tokenized again
         marked = protected(messages, self.tokenizer, template_kwargs.get("chat_template"))
         before, start, after = self._stand_in(marked, template_kwargs)
         end = self._end(before, start, after, stop_token_ids)
         if end is None:
-            raise PromptError("The chat template changes earlier messages when others follow; use another template.")
+            raise PromptError(
+                "The chat template changes earlier messages when others follow; use another "
+                "template."
+            )
         if end < len(before) and before[end] not in stop_token_ids:
-            wrong = f"ends a turn with {self.tokenizer.decode(before[end])!r}, at which the policy does not stop"
-            logger.warning_once(f"The chat template {wrong}; add {before[end]} to `stop_token_ids`.")
+            wrong = (
+                f"ends a turn with {self.tokenizer.decode(before[end])!r}, at which the policy "
+                "does not stop"
+            )
+            logger.warning_once(
+                f"The chat template {wrong}; add {before[end]} to `stop_token_ids`."
+            )
         return after[end + (turn[-1] in (after[end], *before[end : end + 1])) :]
 
-    def _end(self, before: list[int], start: int, after: list[int], stops: frozenset[int] = frozenset()) -> int | None:
-        """Place of the token that ends a stand-in for a turn also when messages follow; `None` if they change it."""
+    def _end(
+        self, before: list[int], start: int, after: list[int], stops: frozenset[int] = frozenset()
+    ) -> int | None:
+        """Place of the token that ends a stand-in for a turn also when messages follow; `None`
+        if they change it."""
         same = [*map(eq, before, after), False].index(False)
-        # its last delimiter, after which often a line break follows, or an end of the text, which no policy samples
+        # its last delimiter, after which often a line break follows, or an end of the text, which
+        # no policy samples
         for delimiters in (self.special_ids, stops):
             if ends := [place for place in range(start, same) if before[place] in delimiters]:
-                left = before[ends[-1] + 1 :] if same < len(before) else []
+                if same < len(before):
+                    left = before[ends[-1] + 1 :]
+                else:
+                    left = []
                 if not self.tokenizer.decode(left, skip_special_tokens=True).strip():
                     return ends[-1]
         if same == len(before) - 1 and {before[same], after[same]} <= self.special_ids:
             return same  # the last turn ends with another delimiter than earlier ones
-        return len(before) if same == len(before) else None  # then the header of the next message ends it
+        # then the header of the next message ends it
+        if same == len(before):
+            return len(before)
+        return None
 
     def _read(self, turn: Any, prefix: Any, schemas: Any = None) -> dict[str, Any] | None:
         """Parse a turn as a message; `None` if its tool calls are invalid."""
@@ -135,13 +172,24 @@ class ChatFormat:
                 function = call.get("function", call)
                 if not isinstance(function["name"], str):
                     return None
-                if function.get("arguments") is None:  # some templates omit those of a call without any
+                # some templates omit those of a call without any
+                if function.get("arguments") is None:
                     function["arguments"] = {}
-            return message | {"content": (message.get("content") or "").removesuffix(self.tokenizer.eos_token or "")}
+            return message | {
+                "content": (message.get("content") or "").removesuffix(
+                    self.tokenizer.eos_token or ""
+                )
+            }
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
             return None
 
     def parsed(self, turn: list[int], prefix: list[int], schemas: list[dict]) -> dict[str, Any]:
         """The policy's turn as a message, with its tool calls; a malformed one is text."""
-        message = self._read(turn, prefix, schemas) if schemas else None
-        return message or {"role": "assistant", "content": self.tokenizer.decode(turn, skip_special_tokens=True)}
+        if schemas:
+            message = self._read(turn, prefix, schemas)
+        else:
+            message = None
+        return message or {
+            "role": "assistant",
+            "content": self.tokenizer.decode(turn, skip_special_tokens=True),
+        }

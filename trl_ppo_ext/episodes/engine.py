@@ -12,7 +12,8 @@ from ..distributed import OtherRankError, on_every_rank
 
 
 class VLLMError(RuntimeError):
-    """Raised when vLLM cannot be reached, refuses the adapter, or does not sample from the policy."""
+    """Raised when vLLM cannot be reached, refuses the adapter, or does not sample from the
+    policy."""
 
 
 class Request(NamedTuple):
@@ -38,7 +39,10 @@ class Ahead(NamedTuple):
     wait: Callable[[], list[list[Sampled]]]  # returns the completions of each request
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Its completions, for a checkpoint; all ranks must call it. Nothing if they cannot be had."""
+        """Its completions, for a checkpoint; all ranks must call it.
+
+        Nothing if they cannot be had.
+        """
         with suppress(VLLMError, OtherRankError):
             text = json.dumps([self.prompts, on_every_rank(self.wait, VLLMError)])
             return {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}

@@ -1,4 +1,5 @@
-"""Tools and environments of a run: the protocols, who answers which row, and the rewards that they give."""
+"""Tools and environments of a run: the protocols, who answers which row, and the rewards that
+they give."""
 
 import asyncio
 import inspect
@@ -40,7 +41,8 @@ class StepResult(str):
     def __new__(cls, text: str, reward: float | None = None, done: bool = False) -> "StepResult":
         """Make text with a reward."""
         result = super().__new__(cls, text)
-        result.reward, result.done = reward, done
+        result.reward = reward
+        result.done = done
         return result
 
 
@@ -56,9 +58,15 @@ class ToolEnvironment:
         self.tools: dict[str, Callable] = {}
         for tool in [*tools, *methods]:
             if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
-                raise TypeError(f"A tool must return its result, got the generator `{tool.__name__}`; use `return`.")
+                raise TypeError(
+                    f"A tool must return its result, got the generator `{tool.__name__}`; use "
+                    "`return`."
+                )
             if self.tools.setdefault(tool.__name__, tool) != tool:
-                raise ValueError(f"Tools must have distinct names, got two of the name `{tool.__name__}`; rename one.")
+                raise ValueError(
+                    f"Tools must have distinct names, got two of the name `{tool.__name__}`; "
+                    "rename one."
+                )
         self.with_state = {tool.__name__ for tool in methods}
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
@@ -74,7 +82,9 @@ class ToolEnvironment:
         for number, call in enumerate(calls):
             name = call.get("function", call).get("name")
             tool = self.tools.get(name)
-            answer = place.answer(f"call {number}", partial(self._called, call, tool), name in self.with_state)
+            answer = place.answer(
+                f"call {number}", partial(self._called, call, tool), name in self.with_state
+            )
             started.append(asyncio.ensure_future(answer))
             if not inspect.iscoroutinefunction(tool):  # one may need what another has done
                 await started[-1]
@@ -89,33 +99,46 @@ class ToolEnvironment:
 
     async def _called(self, call: dict[str, Any], tool: Callable | None) -> Answer:
         """Result of a tool as a message; the policy reads errors, as in TRL."""
-        result, failed = None, False
+        result = None
+        failed = False
         try:
             if call.get("type") != "function":
                 raise ValueError(f"Unsupported tool call type: {call.get('type')}")
             if tool is None:
                 raise ValueError(f"Tool {call['function']['name']} not found.")
             result = await called(tool, **call["function"]["arguments"])
-            if isinstance(result, Iterator | AsyncIterator):  # of a function that is no generator itself
+            # of a function that is no generator itself
+            if isinstance(result, Iterator | AsyncIterator):
                 raise TypeError(f"A tool must return its result, got a {type(result).__name__}.")
             text = str(result)
         except Exception as error:
-            text, failed = str({"error": redacted(str(error))}), True
+            text = str({"error": redacted(str(error))})
+            failed = True
         name = encodable(call.get("function", call).get("name", "unknown"))
         message = {"role": "tool", "name": name, "content": encodable(text)}
-        reward, done = (result.reward, _flag(result.done)) if isinstance(result, StepResult) else (None, False)
+        reward, done = (
+            (result.reward, _flag(result.done)) if isinstance(result, StepResult) else (None, False)
+        )
         return Answer([message], reward, done, failed=[failed])
 
 
 def _flag(done: Any) -> bool:
     """`done` of the user: text is always true, and a number is a reward in the wrong place."""
-    if not isinstance(done := done.item() if hasattr(done, "item") else done, bool):  # of NumPy or torch
-        raise TypeError(f"`done` must be True or False, got {shortened(repr(done))}: (observation, reward, done).")
+    if hasattr(done, "item"):
+        done = done.item()
+    else:
+        done = done
+    if not isinstance(done, bool):  # of NumPy or torch
+        raise TypeError(
+            f"`done` must be True or False, got {shortened(repr(done))}: (observation, reward, "
+            "done)."
+        )
     return done
 
 
 class TextEnvironment:
-    """Environment with `reset(row, seed)` and `step(text)`, or those of Gymnasium and its relatives."""
+    """Environment with `reset(row, seed)` and `step(text)`, or those of Gymnasium and its
+    relatives."""
 
     tools: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
@@ -123,13 +146,18 @@ class TextEnvironment:
         self.instance = instance
         # `reset(*, seed, options)` of Gymnasium, `reset(seed)` of gem
         names = [*inspect.signature(instance.reset).parameters]
-        self.keywords = names if "options" in names or names[0] == "seed" else []
+        if "options" in names or names[0] == "seed":
+            self.keywords = names
+        else:
+            self.keywords = []
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
         """First observation; a second value, the info, is dropped."""
         given = {name: x for name, x in (("seed", seed), ("options", row)) if name in self.keywords}
         result = await called(self.instance.reset, *(() if given else (row, seed)), **given)
-        return result[0] if isinstance(result, tuple) else result
+        if isinstance(result, tuple):
+            return result[0]
+        return result
 
     async def respond(self, message: dict[str, Any], place: Any) -> Answer:
         """Step with the text of a turn."""
@@ -140,24 +168,34 @@ class TextEnvironment:
         observation, reward, done, truncated, *_ = (*result, False)
         ends = _flag(done) | _flag(truncated)
         if not (isinstance(observation, str) or ends):
-            raise ValueError(f"`step` must return an observation that is text, got {type(observation).__name__}.")
+            raise ValueError(
+                f"`step` must return an observation that is text, got {type(observation).__name__}."
+            )
         # after a limit, the critic reads it
-        messages = [{"role": "user", "content": encodable(observation)}] if isinstance(observation, str) else []
+        if isinstance(observation, str):
+            messages = [{"role": "user", "content": encodable(observation)}]
+        else:
+            messages = []
         return Answer(messages, float(reward), ends, bool(truncated and not done))
 
 
 class Kind:
-    """Kind of environment: a factory with its instances, which are reset for every episode, and the tools."""
+    """Kind of environment: a factory with its instances, which are reset for every episode, and
+    the tools."""
 
     def __init__(self, factory: Callable[[], Any] | None, tools: list[Callable]):
-        self.factory, self.tools = factory, tools
+        self.factory = factory
+        self.tools = tools
         self.type: Any = None if factory else type(None)  # of its instances, without wrappers
         self.made = {True: 0, False: 0}
         self.pool = [self.make()]
-        self.pools = {True: self.pool, False: []}  # of training, and of evaluations, which may not change it
+        # of training, and of evaluations, which may not change it
+        self.pools = {True: self.pool, False: []}
         self.schemas = [get_json_schema(tool) for tool in self.pool[0].tools.values()]
 
-    def make(self, trains: bool = True, device: torch.device = CPU) -> ToolEnvironment | TextEnvironment:
+    def make(
+        self, trains: bool = True, device: torch.device = CPU
+    ) -> ToolEnvironment | TextEnvironment:
         """Make an instance, whose random numbers depend on how many were made before."""
         if self.factory is None:
             return ToolEnvironment(None, self.tools)
@@ -165,55 +203,98 @@ class Kind:
         with guarded(self.made[trains], device):
             instance = self.factory()
         if not callable(getattr(instance, "reset", None)):
-            raise TypeError(f"`environment_factory` must return an object with `reset`, got {instance!r}.")
+            raise TypeError(
+                f"`environment_factory` must return an object with `reset`, got {instance!r}."
+            )
         type_ = type(instance.unwrapped if hasattr(type(instance), "unwrapped") else instance)
         if self.type not in (None, type_):
             got = f"`{type_.__name__}` after `{self.type.__name__}`; use a dictionary of factories"
             raise TypeError(f"`environment_factory` must return instances of one class, got {got}.")
         self.type = type_
-        is_plain = hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
-        return TextEnvironment(instance) if is_plain else ToolEnvironment(instance, self.tools)
+        is_plain = (
+            hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
+        )
+        if is_plain:
+            return TextEnvironment(instance)
+        return ToolEnvironment(instance, self.tools)
 
 
 class Environments:
-    """Tools and environments of a run, by the name that a row chooses (`None`: all have the same), or its function."""
+    """Tools and environments of a run, by the name that a row chooses (`None`: all have the
+    same), or its function."""
 
-    def __init__(self, tools: list[Callable] | None = None, factory: Any = None, rollout_func: Callable | None = None):
+    def __init__(
+        self,
+        tools: list[Callable] | None = None,
+        factory: Any = None,
+        rollout_func: Callable | None = None,
+    ):
         if rollout_func is not None and (tools or factory):
-            raise ValueError("`rollout_func` samples whole episodes; remove `tools` and `environment_factory`.")
+            raise ValueError(
+                "`rollout_func` samples whole episodes; remove `tools` and `environment_factory`."
+            )
         self.rollout_func = rollout_func
         self.by_name = isinstance(factory, dict)
-        factories = factory if isinstance(factory, dict) else {None: factory} if tools or factory else {}
+        if isinstance(factory, dict):
+            factories = factory
+        else:
+            if tools or factory:
+                factories = {None: factory}
+            else:
+                factories = {}
         for name, x in factories.items():
             if not callable(x) and (self.by_name or x is not None):
-                place = f"environment_factory[{name!r}]" if self.by_name else "environment_factory"
+                if self.by_name:
+                    place = f"environment_factory[{name!r}]"
+                else:
+                    place = "environment_factory"
                 raise TypeError(
-                    f"`{place}` must be a class or a function that returns an environment, got {type(x).__name__}."
+                    f"`{place}` must be a class or a function that returns an environment, got "
+                    f"{type(x).__name__}."
                 )
-        self.kinds: dict[str | None, Kind] = {name: Kind(x, list(tools or [])) for name, x in factories.items()}
+        self.kinds: dict[str | None, Kind] = {
+            name: Kind(x, list(tools or [])) for name, x in factories.items()
+        }
         kinds = self.kinds.values()
-        self.tools = list({name: tool for kind in kinds for name, tool in kind.pool[0].tools.items()}.values())
-        self.rewards = [EnvironmentReward(type_, self) for type_ in dict.fromkeys(kind.type for kind in kinds)]
+        self.tools = list(
+            {name: tool for kind in kinds for name, tool in kind.pool[0].tools.items()}.values()
+        )
+        self.rewards = [
+            EnvironmentReward(type_, self) for type_ in dict.fromkeys(kind.type for kind in kinds)
+        ]
         if tools and kinds and all(isinstance(kind.pool[0], TextEnvironment) for kind in kinds):
-            raise ValueError("`tools` have no effect with environments that have `step`; remove them.")
+            raise ValueError(
+                "`tools` have no effect with environments that have `step`; remove them."
+            )
         self.has_instances = bool(factory)  # which reward functions receive
-        self.give_rewards = any(isinstance(x.pool[0], TextEnvironment) or hasattr(x.type, "get_reward") for x in kinds)
+        self.give_rewards = any(
+            isinstance(x.pool[0], TextEnvironment) or hasattr(x.type, "get_reward") for x in kinds
+        )
 
     def __bool__(self) -> bool:
         return bool(self.kinds)
 
     def kind(self, row: dict[str, Any]) -> Kind:
         """Kind of environment of a row."""
-        name = row.get("environment") if self.by_name else None
+        if self.by_name:
+            name = row.get("environment")
+        else:
+            name = None
         if name not in self.kinds:
             names = ", ".join(map(repr, self.kinds))
-            raise PromptError(f"The column `environment` has {name!r}, which is not among the environments {names}.")
+            raise PromptError(
+                f"The column `environment` has {name!r}, which is not among the environments "
+                f"{names}."
+            )
         return self.kinds[name]
 
     def checked(self, dataset: Any) -> Any:
-        """Return a dataset whose rows name known environments; those of a stream are checked when they are read."""
+        """Return a dataset whose rows name known environments; those of a stream are checked
+        when they are read."""
         if self.by_name and hasattr(dataset, "unique"):
-            for name in dataset.unique("environment") if "environment" in dataset.column_names else [None]:
+            for name in (
+                dataset.unique("environment") if "environment" in dataset.column_names else [None]
+            ):
                 self.kind({"environment": name})
         return dataset
 
@@ -225,7 +306,8 @@ class Environments:
         rows: int,
         timeout: float | None = None,
     ) -> tuple[Any, dict | None]:
-        """Return the dataset with prompts, of so many rows if there is none, and the settings of its chat template."""
+        """Return the dataset with prompts, of so many rows if there is none, and the settings of
+        its chat template."""
         if not self:
             return dataset, template_kwargs
         if dataset is None and self.by_name and rows:
@@ -235,8 +317,13 @@ class Environments:
         if self.has_instances:
             dataset = with_prompts(dataset, tokenizer, rows)
         conversational = dataset is None or is_conversational(next(iter(dataset), {}))
-        self.chat = ChatFormat(tokenizer, template_kwargs, conversational, with_tools=bool(self.tools))
-        schemas = self.kinds[None].schemas if None in self.kinds else []
+        self.chat = ChatFormat(
+            tokenizer, template_kwargs, conversational, with_tools=bool(self.tools)
+        )
+        if None in self.kinds:
+            schemas = self.kinds[None].schemas
+        else:
+            schemas = []
         return dataset, self.chat.template_kwargs | ({"tools": schemas} if schemas else {})
 
 
@@ -253,11 +340,16 @@ async def bounded(ask: Callable[[], Awaitable[Any]], timeout: float | None) -> A
 
 
 class EnvironmentReward:
-    """Rewards of the environments of a class, or of tools: those of turns, and `get_reward` at the end."""
+    """Rewards of the environments of a class, or of tools: those of turns, and `get_reward` at
+    the end."""
 
     def __init__(self, type_: type, environments: Environments):
-        self.type, self.environments = type_, environments
-        self.name = "tools" if type_ is type(None) else type_.__name__
+        self.type = type_
+        self.environments = environments
+        if type_ is type(None):
+            self.name = "tools"
+        else:
+            self.name = type_.__name__
 
     def score(self, batch: ScoringBatch) -> "Future[list]":
         """Score episodes; those of other classes have no such reward."""
@@ -279,6 +371,9 @@ class EnvironmentReward:
             reward = await episode.place.answer("reward", ask)
         except FAILURES as error:
             episode.error = error
-            return RewardError(f"The environment `{self.name}` failed with {type(error).__name__}: {shortened(error)}")
+            return RewardError(
+                f"The environment `{self.name}` failed with {type(error).__name__}: "
+                f"{shortened(error)}"
+            )
         last = [] if reward is None else [(len(episode.completion_ids) - 1, reward)]
         return [*episode.rewards, *last] or None

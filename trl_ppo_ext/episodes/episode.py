@@ -17,30 +17,38 @@ from .record import NOWHERE, Place
 
 @dataclass(eq=False)
 class Episode:
-    """A prompt and what followed it: turns of the policy, and answers in between. A completion is one turn.
+    """A prompt and what followed it: turns of the policy, and answers in between.
 
-    A turn ends at a stop token or where its room ends (`Player._note_ending`), and what follows it decides whether
-    the episode goes on (`EnvironmentPlayer._continues`). Later, `sampled` has the number of the turn at each token.
+    A completion is one turn.
+
+    A turn ends at a stop token or where its room ends (`Player._note_ending`), and what follows it
+    decides whether the episode goes on (`EnvironmentPlayer._continues`). Later, `sampled` has the
+    number of the turn at each token.
     """
 
     # before its first turn
     prompt: Any  # text or chat messages, with the first observation
     prompt_ids: list[int]
-    other_prompts: dict[str, list[int]] = field(default_factory=dict)  # token ids by role that reads another prompt
-    columns: dict[str, Any] = field(default_factory=dict)  # others of the row, and of a rollout function, for rewards
+    # token ids by role that reads another prompt
+    other_prompts: dict[str, list[int]] = field(default_factory=dict)
+    # others of the row, and of a rollout function, for rewards
+    columns: dict[str, Any] = field(default_factory=dict)
     kind: Any = None  # of its tools and environment
     responder: Any = None  # answers the policy with tools or an environment; None if nobody does
     template_kwargs: dict[str, Any] | None = None  # of later turns; None if the prompt is text
 
     # its turns
     completion_ids: list[int] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)  # at each token of the policy, number of its turn; else 0
+    # at each token of the policy, number of its turn; else 0
+    sampled: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # first token of each turn of the policy
-    logprobs: list[float] = field(default_factory=list)  # under a sampler that is not the policy, 0 if not sampled
+    # under a sampler that is not the policy, 0 if not sampled
+    logprobs: list[float] = field(default_factory=list)
     messages: list[dict] = field(default_factory=list)  # turns and answers; none of a completion
     unread: list[dict] = field(default_factory=list)  # last answer, which the policy does not read
     completion: Any = None  # as rewards get it: text, or messages if the prompt is messages
-    rewards: list[tuple[int, float]] = field(default_factory=list)  # of the environment, at the last token of a turn
+    # of the environment, at the last token of a turn
+    rewards: list[tuple[int, float]] = field(default_factory=list)
     failed_calls: list[bool] = field(default_factory=list)  # per tool call
 
     # its end
@@ -87,10 +95,14 @@ class Episode:
         self.sampled += [self.turns if sampled else 0] * len(ids)
 
 
-def to_sequences(episodes: Sequence[Episode], pad_token_id: int, device: torch.device | str) -> Sequences:
+def to_sequences(
+    episodes: Sequence[Episode], pad_token_id: int, device: torch.device | str
+) -> Sequences:
     """Pad the token ids of episodes."""
-    prompts, completions = [x.prompt_ids for x in episodes], [x.completion_ids for x in episodes]
-    roles, sampled = sorted({role for x in episodes for role in x.other_prompts}), None
+    prompts = [x.prompt_ids for x in episodes]
+    completions = [x.completion_ids for x in episodes]
+    roles = sorted({role for x in episodes for role in x.other_prompts})
+    sampled = None
     others = {role: [x.other_prompts.get(role, x.prompt_ids) for x in episodes] for role in roles}
     if any(x.starts != [0] for x in episodes):  # otherwise all tokens are of one turn
         sampled = [x.sampled for x in episodes]
@@ -98,7 +110,8 @@ def to_sequences(episodes: Sequence[Episode], pad_token_id: int, device: torch.d
 
 
 def decode(episodes: Sequence[Episode], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set the completions as reward functions get them: as text, or as messages if the prompts are messages."""
+    """Set the completions as reward functions get them: as text, or as messages if the prompts
+    are messages."""
     texts = partial(tokenizer.batch_decode, skip_special_tokens=True)
     completions = texts([x.completion_ids for x in episodes])
     if is_conversational({"prompt": episodes[0].prompt}):
@@ -107,7 +120,12 @@ def decode(episodes: Sequence[Episode], tokenizer: PreTrainedTokenizerBase) -> N
             one_message = [{"role": "assistant", "content": text}]
             episode.completion = one_message if episode.responder is None else episode.messages
         return
-    # by itself, a completion loses the space before its first word, if that is a part of the token (▁word)
-    prompts, joined = texts([x.prompt_ids for x in episodes]), texts([x.ids for x in episodes])
+    # by itself, a completion loses the space before its first word, if that is a part of the token
+    # (▁word)
+    prompts = texts([x.prompt_ids for x in episodes])
+    joined = texts([x.ids for x in episodes])
     for episode, prompt, text, alone in zip(episodes, prompts, joined, completions):
-        episode.completion = text[len(prompt) :] if text.startswith(prompt) else alone
+        if text.startswith(prompt):
+            episode.completion = text[len(prompt) :]
+        else:
+            episode.completion = alone

@@ -1,4 +1,5 @@
-"""Play episodes: one turn of the policy, turns with answers in between, or those of the user's function."""
+"""Play episodes: one turn of the policy, turns with answers in between, or those of the user's
+function."""
 
 import asyncio
 import math
@@ -31,16 +32,23 @@ from .vllm import OverlappingGenerator, VLLMGenerator
 class Player:
     """Plays episodes of one turn, which are completions."""
 
-    def __init__(self, generator: Generator, tokenizer: PreTrainedTokenizerBase, bootstraps: bool = False):
-        self.generator, self.tokenizer = generator, tokenizer
+    def __init__(
+        self, generator: Generator, tokenizer: PreTrainedTokenizerBase, bootstraps: bool = False
+    ):
+        self.generator = generator
+        self.tokenizer = tokenizer
         self.bootstraps = bootstraps  # after limits of the run
         self.lent: list[Episode] = []  # the last episodes with an environment
         self.names: list[str] = []  # of several environments
         self.run = ""  # digest of the run's settings, beside recorded answers
-        self.begin_next: Callable[[], None] | None = None  # called when a rollout is sampled, before it is scored
+        # called when a rollout is sampled, before it is scored
+        self.begin_next: Callable[[], None] | None = None
 
-    def play(self, rows: Sequence[dict], seeds: list[int], step: int | None = None, evaluates=False) -> list[Episode]:
-        """Play an episode for each row, whose environment is seeded; with a step, answers are recorded."""
+    def play(
+        self, rows: Sequence[dict], seeds: list[int], step: int | None = None, evaluates=False
+    ) -> list[Episode]:
+        """Play an episode for each row, whose environment is seeded; with a step, answers are
+        recorded."""
         episodes = [Episode.of(row) for row in rows]
         self.generator.evaluates = evaluates
         with self.generator.awake():
@@ -50,50 +58,79 @@ class Player:
         decode(episodes, self.tokenizer)
         return episodes
 
-    def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
+    def _sample(
+        self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None
+    ) -> None:
         """Sample a turn for each episode."""
         turns = self.generator.generate([episode.prompt_ids for episode in episodes])
-        for episode, turn, logprobs in zip(episodes, turns, self.generator.sampled_logprobs or repeat(None)):
+        for episode, turn, logprobs in zip(
+            episodes, turns, self.generator.sampled_logprobs or repeat(None)
+        ):
             episode.add(turn, True, logprobs)
             self._note_ending(episode, turn)
 
     def _note_ending(self, episode: Episode, turn: list[int]) -> None:
         """Note how an episode ends if nothing follows a turn."""
-        episode.ending = "stopped" if self.generator.has_stopped(turn) else "cut"
+        if self.generator.has_stopped(turn):
+            episode.ending = "stopped"
+        else:
+            episode.ending = "cut"
         episode.bootstraps = self.bootstraps and episode.ending == "cut"
 
 
 class EnvironmentPlayer(Player):
-    """Plays turns of all unfinished episodes in one batch; their tools and environments answer in between."""
+    """Plays turns of all unfinished episodes in one batch; their tools and environments answer
+    in between."""
 
-    def __init__(self, generator: Generator, environments: Environments, args: PPOConfig, context_length: int | None):
-        options, iterations = args.critic_options, args.max_tool_calling_iterations
-        self.environments, self.chat = environments, environments.chat
+    def __init__(
+        self,
+        generator: Generator,
+        environments: Environments,
+        args: PPOConfig,
+        context_length: int | None,
+    ):
+        options = args.critic_options
+        iterations = args.max_tool_calling_iterations
+        self.environments = environments
+        self.chat = environments.chat
         super().__init__(generator, self.chat.tokenizer, options.bootstrap_truncated)
         self.names = [name for name in environments.kinds if name is not None]
-        self.limit, self.truncates = args.max_completion_length, args.overlong_prompts == "truncate"
+        self.limit = args.max_completion_length
+        self.truncates = args.overlong_prompts == "truncate"
         self.prompt_limit = prompt_limit(self.limit, context_length, args.max_prompt_length)
         self.context_limit = prompt_limit(self.limit, context_length, None)
-        self.shown_to = [role for role, column in args.other_prompts.items() if column == HIDDEN_STATE]
+        self.shown_to = [
+            role for role, column in args.other_prompts.items() if column == HIDDEN_STATE
+        ]
         self.iterations = math.inf if iterations is None else iterations
-        self.device, self.rank, self.folder = args.device, args.process_index, args.output_dir
+        self.device = args.device
+        self.rank = args.process_index
+        self.folder = args.output_dir
         self.saves = args.save_strategy != "no"
         self.trains = True  # in the last episodes
 
-    def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
+    def _sample(
+        self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None
+    ) -> None:
         # 1. Take back the environments of the last episodes, which have been scored by now.
         for episode in self.lent:
             if episode.error is None:  # otherwise it may still be running
                 episode.kind.pools[self.trains].append(episode.responder)
-        self.lent, self.trains = [], step is not None
+        self.lent = []
+        self.trains = step is not None
 
         # 2. Reset an environment for each row: its observation continues the prompt.
-        record, resets, by_name = self._record(step), [], self.environments.by_name
+        record = self._record(step)
+        resets = []
+        by_name = self.environments.by_name
         hidden = TOKEN_COLUMNS | ({"environment"} if by_name else set())
         for number, (episode, row, seed) in enumerate(zip(episodes, rows, seeds)):
             episode.kind = self.environments.kind(row)
             free = episode.kind.pools[self.trains]
-            episode.responder = free.pop(0) if free else episode.kind.make(self.trains, self.device)
+            if free:
+                episode.responder = free.pop(0)
+            else:
+                episode.responder = episode.kind.make(self.trains, self.device)
             episode.place = Place(record, number).after([seed, *episode.prompt_ids])
             if not isinstance(episode.prompt, str):
                 episode.template_kwargs = row_template_kwargs(row, self.chat.template_kwargs)
@@ -102,20 +139,27 @@ class EnvironmentPlayer(Player):
                 del columns["prompt"]
             resets.append(partial(episode.responder.reset, columns, seed))
             self.lent.append(episode)
-        if self.environments.has_instances and len({id(x.environment) for x in episodes}) < len(episodes):
-            raise ValueError("`environment_factory` must return a new environment at each call, got one twice.")
+        if self.environments.has_instances and len({id(x.environment) for x in episodes}) < len(
+            episodes
+        ):
+            raise ValueError(
+                "`environment_factory` must return a new environment at each call, got one twice."
+            )
         for episode, observation in self._answers("reset", episodes, resets, seeds[0]):
             if by_name or observation is not None:  # otherwise the ids of the dataset stay
                 self._observe(episode, observation)
 
         # 3. Show critic or reference what the policy must find out.
         if self.shown_to:
-            with_state = [x for x in episodes if x.error is None and hasattr(x.environment, "hidden_state")]
+            with_state = [
+                x for x in episodes if x.error is None and hasattr(x.environment, "hidden_state")
+            ]
             states = [partial(called, x.environment.hidden_state) for x in with_state]
             for episode, state in self._answers("hidden state", with_state, states, seeds[0]):
                 self._show(episode, state)
 
-        active, going_on = episodes, [*range(len(episodes))]
+        active = episodes
+        going_on = [*range(len(episodes))]
         sample_turns = self.generator.conversation()
         while active:
             # 4. Sample a turn for each unfinished episode, within what is left of its length.
@@ -129,16 +173,24 @@ class EnvironmentPlayer(Player):
                 episode.place = episode.place.after(episode.ids)
                 self._note_ending(episode, turn)
 
-            # 5. Let tools and environments answer, and go on with the episodes that they do not end.
-            asked = [x for x in active if x.error is None and (x.turns <= self.iterations or not x.responder.tools)]
+            # 5. Let tools and environments answer, and go on with the episodes that they do not
+            # end.
+            asked = [
+                x
+                for x in active
+                if x.error is None and (x.turns <= self.iterations or not x.responder.tools)
+            ]
             responses = [partial(x.responder.respond, x.messages[-1], x.place) for x in asked]
             answers = self._answers("turn", asked, responses, seeds[0])
-            continuing = {episode for episode, answer in answers if self._continues(episode, answer)}
+            continuing = {
+                episode for episode, answer in answers if self._continues(episode, answer)
+            }
             going_on = [number for number, episode in enumerate(active) if episode in continuing]
             active = [active[number] for number in going_on]
 
     def _record(self, step: int | None) -> Record:
-        """Answers to the rollout before an optimizer step, also those of a run that was killed in it."""
+        """Answers to the rollout before an optimizer step, also those of a run that was killed
+        in it."""
         if step is None:
             return Record(None)
         if not self.saves:  # otherwise a checkpoint deletes what it has
@@ -146,8 +198,11 @@ class EnvironmentPlayer(Player):
         path = Path(self.folder, ANSWERS, f"{step}-{self.rank}.jsonl").absolute()
         return Record(path, CHARACTERS * self.limit, self.run)
 
-    def _answers(self, part: str, episodes: list[Episode], asks: Sequence[Callable], seed: int) -> list[tuple]:
-        """Answers of all episodes at once, without those that failed; sampling draws its random numbers as before."""
+    def _answers(
+        self, part: str, episodes: list[Episode], asks: Sequence[Callable], seed: int
+    ) -> list[tuple]:
+        """Answers of all episodes at once, without those that failed; sampling draws its random
+        numbers as before."""
 
         async def together() -> list:
             answers = []
@@ -164,33 +219,47 @@ class EnvironmentPlayer(Player):
         with guarded(own_seed, self.device):
             answers = started(together(), waits=True).result()
         for episode, answer in zip(episodes, answers):
-            episode.error = answer if isinstance(answer, BaseException) else None
-        return [(episode, answer) for episode, answer in zip(episodes, answers) if episode.error is None]
+            if isinstance(answer, BaseException):
+                episode.error = answer
+            else:
+                episode.error = None
+        return [
+            (episode, answer) for episode, answer in zip(episodes, answers) if episode.error is None
+        ]
 
     def _observe(self, episode: Episode, observation: Any) -> None:
         """Add the first observation to the prompt."""
         limit = self.prompt_limit
         try:
             if isinstance(observation, str) and len(observation) > CHARACTERS * limit:
-                raise PromptError(f"`reset` returned {len(observation)} characters, but {limit} tokens fit")
+                raise PromptError(
+                    f"`reset` returned {len(observation)} characters, but {limit} tokens fit"
+                )
             kwargs = dict(episode.template_kwargs or {})
             if episode.kind.schemas:
                 kwargs["tools"] = episode.kind.schemas
             prompt = with_observation(episode.prompt, observation)
             # what the environment spells is text
             marked = protected(observation, self.tokenizer, kwargs.get("chat_template"))
-            ids = encode(with_observation(episode.prompt, marked), self.tokenizer, kwargs) or episode.prompt_ids
+            ids = (
+                encode(with_observation(episode.prompt, marked), self.tokenizer, kwargs)
+                or episode.prompt_ids
+            )
             if self.truncates:
                 ids = ids[-limit:]
             if not 0 < len(ids) <= limit:
-                raise PromptError(f"the prompt with the observation has {len(ids)} tokens, but {limit} fit")
-            episode.prompt, episode.prompt_ids = prompt, ids
+                raise PromptError(
+                    f"the prompt with the observation has {len(ids)} tokens, but {limit} fit"
+                )
+            episode.prompt = prompt
+            episode.prompt_ids = ids
         except Exception as error:  # the policy answers the row's own prompt, for nothing
             episode.error = error
 
     def _show(self, episode: Episode, state: Any) -> None:
         """Begin the prompt of other roles with the hidden state of an environment."""
-        tokenizer, room = self.tokenizer, self.context_limit - len(episode.prompt_ids)
+        tokenizer = self.tokenizer
+        room = self.context_limit - len(episode.prompt_ids)
         try:
             if not isinstance(state, str):
                 raise TypeError(f"`hidden_state` must return text, got {type(state).__name__}")
@@ -212,12 +281,16 @@ class EnvironmentPlayer(Player):
         if answer.done and not answer.truncated:
             episode.bootstraps = False
             return False
-        is_last = isinstance(episode.responder, TextEnvironment) and episode.turns >= self.iterations
+        is_last = (
+            isinstance(episode.responder, TextEnvironment) and episode.turns >= self.iterations
+        )
         is_limited = answer.truncated or is_last
         ids: list[int] = []
         room = self.limit - len(episode.completion_ids) - 1  # the next turn has at least one token
-        if episode.ending == "stopped" and answer.messages:  # otherwise its turn was cut, or calls no tool
-            turn, stops = episode.completion_ids[episode.starts[-1] :], self.generator.stop_token_ids
+        # otherwise its turn was cut, or calls no tool
+        if episode.ending == "stopped" and answer.messages:
+            turn = episode.completion_ids[episode.starts[-1] :]
+            stops = self.generator.stop_token_ids
             ids = self.chat.following(turn, answer.messages, episode.template_kwargs, stops, room)
             episode.is_overlong = not is_limited and len(ids) > room
             is_limited = is_limited or episode.is_overlong
@@ -229,24 +302,32 @@ class EnvironmentPlayer(Player):
         if is_limited:
             episode.ending = "cut"
             episode.bootstraps = answer.truncated or self.bootstraps
-            episode.following = ids if episode.bootstraps and len(ids) <= room else []
+            if episode.bootstraps and len(ids) <= room:
+                episode.following = ids
+            else:
+                episode.following = []
         return False
 
 
 def with_observation(prompt: Any, observation: Any) -> Any:
-    """A prompt with the first observation: text ends its last message, as in TRL; messages follow it."""
+    """A prompt with the first observation: text ends its last message, as in TRL; messages
+    follow it."""
     match observation:
         case None:
             return prompt
         case list():
-            return observation if prompt in (NO_PROMPT, "") else [*prompt, *observation]
+            if prompt in (NO_PROMPT, ""):
+                return observation
+            return [*prompt, *observation]
         case str() if isinstance(prompt, str):
             return prompt + observation
         case str():
             last = text_only(prompt[-1])
             return [*prompt[:-1], last | {"content": last["content"] + observation}]
         case _:
-            raise TypeError(f"`reset` must return text, messages or None, got {type(observation).__name__}")
+            raise TypeError(
+                f"`reset` must return text, messages or None, got {type(observation).__name__}"
+            )
 
 
 class FunctionPlayer(Player):
@@ -258,40 +339,58 @@ class FunctionPlayer(Player):
         self.trainer = trainer
         self.vocab_size = vocab_size
 
-    def _sample(self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None) -> None:
+    def _sample(
+        self, episodes: list[Episode], rows: Sequence[dict], seeds: list[int], step: int | None
+    ) -> None:
         # 1. Call the function with the prompts of all rows.
-        with guarded(hash((seeds[0], self.trainer.args.process_index)) % 2**31, self.trainer.args.device):
+        with guarded(
+            hash((seeds[0], self.trainer.args.process_index)) % 2**31, self.trainer.args.device
+        ):
             output = self.function([deepcopy(row["prompt"]) for row in rows], self.trainer)
-        output = dict(output) if isinstance(output, Mapping) else {}
+        if isinstance(output, Mapping):
+            output = dict(output)
+        else:
+            output = {}
         output.pop("logprobs", None)  # they are computed with the forward of the updates
         for name, x in output.items():
-            if hasattr(x, "tolist") and name not in ("prompt_ids", "completion_ids"):  # those would be padded
+            # those would be padded
+            if hasattr(x, "tolist") and name not in ("prompt_ids", "completion_ids"):
                 output[name] = x = x.tolist()
             if isinstance(x, list | tuple) and len(x) != len(rows):
-                raise ValueError(f"`rollout_func` must return lists of {len(rows)} entries, got {len(x)} in {name!r}.")
+                raise ValueError(
+                    f"`rollout_func` must return lists of {len(rows)} entries, got {len(x)} in "
+                    f"{name!r}."
+                )
         for number, episode in enumerate(episodes):
-            own = {name: x[number] if isinstance(x, list | tuple) else x for name, x in output.items()}
+            own = {
+                name: x[number] if isinstance(x, list | tuple) else x for name, x in output.items()
+            }
 
             # 2. Check the token ids of each row, up to the last one that the policy sampled.
             try:
-                prompt_ids, completion_ids = ([*map(index, own.pop(x))] for x in ("prompt_ids", "completion_ids"))
+                prompt_ids, completion_ids = (
+                    [*map(index, own.pop(x))] for x in ("prompt_ids", "completion_ids")
+                )
                 sampled = [*map(int, own.pop("env_mask", [1] * len(completion_ids)))]
                 end = len(sampled) - sampled[::-1].index(1)  # nothing is learned from what follows
             except (KeyError, TypeError, ValueError):
                 end = 0
             if not (end and prompt_ids and len(sampled) == len(completion_ids)):
                 raise ValueError(
-                    "`rollout_func` must return a dict with lists of token ids, `prompt_ids` and `completion_ids`, "
-                    f"and `env_mask` with 1 at sampled tokens if others wrote some; row {number} has no valid ones."
+                    "`rollout_func` must return a dict with lists of token ids, `prompt_ids` and "
+                    "`completion_ids`, and `env_mask` with 1 at sampled tokens if others wrote "
+                    f"some; row {number} has no valid ones."
                 )
             if not all(0 <= token < self.vocab_size for token in prompt_ids + completion_ids):
                 raise ValueError(
-                    f"`rollout_func` must return ids of the model's {self.vocab_size} tokens, row {number} has "
-                    "others; use its tokenizer."
+                    f"`rollout_func` must return ids of the model's {self.vocab_size} tokens, row "
+                    f"{number} has others; use its tokenizer."
                 )
             if end > (limit := self.trainer.args.max_completion_length):
                 got = f"{end} tokens in row {number}; raise it, or sample fewer"
-                raise ValueError(f"`rollout_func` must keep to `max_completion_length={limit}`, got {got}.")
+                raise ValueError(
+                    f"`rollout_func` must keep to `max_completion_length={limit}`, got {got}."
+                )
 
             # 3. Split them into turns and answers. Other entries are for reward functions.
             episode.prompt_ids = prompt_ids
@@ -300,7 +399,9 @@ class FunctionPlayer(Player):
                 ids = [token for _, token in run]
                 episode.add(ids, sampled=bool(is_sampled))
                 text = self.tokenizer.decode(ids, skip_special_tokens=True)
-                episode.messages.append({"role": "assistant" if is_sampled else "environment", "content": text})
+                episode.messages.append(
+                    {"role": "assistant" if is_sampled else "environment", "content": text}
+                )
             self._note_ending(episode, episode.completion_ids)
 
 
@@ -315,11 +416,17 @@ def build_player(
 ) -> Player:
     """Player of a run, which samples with its `generation_backend`."""
     kind: Any = VLLMGenerator if args.generation_backend == "vllm" else TransformersGenerator
-    kind = OverlappingGenerator if args.vllm_options.overlap_rollouts else kind
-    generator, bootstraps = kind(actor_critic, tokenizer, args, accelerator), args.critic_options.bootstrap_truncated
+    if args.vllm_options.overlap_rollouts:
+        kind = OverlappingGenerator
+    else:
+        kind = kind
+    generator = kind(actor_critic, tokenizer, args, accelerator)
+    bootstraps = args.critic_options.bootstrap_truncated
     if environments.rollout_func is not None:
         vocab_size = actor_critic.config.get_text_config().vocab_size
-        return FunctionPlayer(environments.rollout_func, trainer, vocab_size, generator, tokenizer, bootstraps)
+        return FunctionPlayer(
+            environments.rollout_func, trainer, vocab_size, generator, tokenizer, bootstraps
+        )
     if environments:
         return EnvironmentPlayer(generator, environments, args, context_length)
     return Player(generator, tokenizer, bootstraps)

@@ -14,7 +14,8 @@ from ..redaction import redacted
 
 logger = logging.get_logger(__name__)
 
-ANSWERS = ".answers"  # in the output directory: a file per rollout, named by its optimizer step, and rank
+# in the output directory: a file per rollout, named by its optimizer step, and rank
+ANSWERS = ".answers"
 
 
 class Answer(NamedTuple):
@@ -51,11 +52,13 @@ def void_errors(output_dir: str, rank: int) -> None:
 def _append(path: Path, entry: dict[str, Any]) -> None:
     line = json.dumps(entry, default=float)  # numbers of NumPy and torch
     with open(path, "a", encoding="utf-8") as file:
-        file.write(f"\n{line}")  # a line break first: the line before may lack its end, if the run was killed
+        # a line break first: the line before may lack its end, if the run was killed
+        file.write(f"\n{line}")
 
 
 class Record:
-    """Answers to the episodes of a rollout, which only a run of the same settings takes; without a path, none."""
+    """Answers to the episodes of a rollout, which only a run of the same settings takes; without
+    a path, none."""
 
     def __init__(self, path: Path | None, longest: int = 0, run: str = ""):
         self.path = path
@@ -82,7 +85,9 @@ class Record:
                 case {"key": str(key), "value": value}:
                     self.answers[key] = value
                 case {"errors": "void"}:
-                    self.answers = {k: x for k, x in self.answers.items() if not isinstance(x, Exception)}
+                    self.answers = {
+                        k: x for k, x in self.answers.items() if not isinstance(x, Exception)
+                    }
 
     def add(self, key: str, result: Any) -> None:
         """Append an answer, at once; if that fails, warn and go on."""
@@ -92,7 +97,10 @@ class Record:
         if isinstance(result, Exception):
             entry = {"error": [type(result).__name__, redacted(str(result))]}
         elif isinstance(result, Answer):  # a longer text would not fit, and not be read
-            cut = [{**message, "content": message["content"][: self.longest]} for message in result.messages]
+            cut = [
+                {**message, "content": message["content"][: self.longest]}
+                for message in result.messages
+            ]
             entry = {"answer": result._replace(messages=cut)}
         try:
             if not self.is_own:
@@ -101,8 +109,8 @@ class Record:
             _append(self.path, {"key": key, **entry})
         except (TypeError, ValueError, OSError) as error:
             logger.warning_once(
-                f"An answer of a tool or environment cannot be recorded ({error}). If the run is killed in this "
-                "rollout, the resumed one asks again."
+                f"An answer of a tool or environment cannot be recorded ({error}). If the run is "
+                "killed in this rollout, the resumed one asks again."
             )
 
 
@@ -120,9 +128,15 @@ class Place(NamedTuple):
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
         return self._replace(key=f"row {self.row}, {len(ids)} tokens {digest},")
 
-    async def answer(self, part: str, ask: Callable[[], Awaitable[Any]], has_state: bool = False) -> Any:
-        """Recorded answer, or a new one. With a state, what is asked runs again, and its new answer is ignored."""
-        key, answers = f"{self.key} {part}", self.record.answers
+    async def answer(
+        self, part: str, ask: Callable[[], Awaitable[Any]], has_state: bool = False
+    ) -> Any:
+        """Recorded answer, or a new one.
+
+        With a state, what is asked runs again, and its new answer is ignored.
+        """
+        key = f"{self.key} {part}"
+        answers = self.record.answers
         recorded = answers.get(key)
         if isinstance(recorded, Exception):
             raise recorded

@@ -30,10 +30,18 @@ from .engine import Ahead
 
 logger = logging.get_logger(__name__)
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of both configs
-LEAVING, FEWEST = 0.25, 8  # share and number of a call's rows that must have ended before they leave
+# fields of both configs
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# share and number of a call's rows that must have ended before they leave
+LEAVING = 0.25
+FEWEST = 8
 # settings that count or read from the start of a call
-RESTARTING = ("min_new_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "guidance_scale")
+RESTARTING = (
+    "min_new_tokens",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "guidance_scale",
+)
 
 
 class Generator(Protocol):
@@ -49,7 +57,10 @@ class Generator(Protocol):
     @property
     def temperature(self) -> float:
         """Temperature of a rollout or an evaluation; 0 is greedy."""
-        cooled = self.args.eval_temperature if self.evaluates else None
+        if self.evaluates:
+            cooled = self.args.eval_temperature
+        else:
+            cooled = None
         return self.args.temperature if cooled is None else cooled
 
     def awake(self) -> AbstractContextManager[None]:
@@ -57,43 +68,60 @@ class Generator(Protocol):
         return nullcontext()
 
     def generate(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[list[int]]:
-        """Sample a completion for each prompt, of at most `max_completion_length` tokens, or of those that fit it."""
+        """Sample a completion for each prompt, of at most `max_completion_length` tokens, or of
+        those that fit it."""
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check if a completion ended by itself, and was not truncated."""
         return completion[-1] in self.stop_token_ids
 
     def conversation(self) -> Callable[[list[list[int]], list[int], list[int]], list[list[int]]]:
-        """Function that samples a turn after everything so far, up to each one's room, given rows of its last call."""
+        """Function that samples a turn after everything so far, up to each one's room, given
+        rows of its last call."""
         return lambda prompts, rooms, rows: self.generate(prompts, rooms)
 
 
 def cut_at_stop(completion: list[int], stop_token_ids: frozenset[int]) -> list[int]:
     """Cut a completion after its first stop token."""
-    end = next((place for place, token in enumerate(completion, 1) if token in stop_token_ids), None)
+    end = next(
+        (place for place, token in enumerate(completion, 1) if token in stop_token_ids), None
+    )
     return completion[:end]
 
 
 def stop_token_ids(
-    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None, others: list[int] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    generation_config: GenerationConfig | None,
+    others: list[int] | None = None,
 ) -> list[int]:
-    """Tokens that end a completion: the tokenizer's EOS, those of the model's generation config, and others."""
+    """Tokens that end a completion: the tokenizer's EOS, those of the model's generation config,
+    and others."""
     model_stops = getattr(generation_config, "eos_token_id", None)
-    ids = {tokenizer.eos_token_id, *(model_stops if isinstance(model_stops, list) else [model_stops]), *(others or [])}
+    ids = {
+        tokenizer.eos_token_id,
+        *(model_stops if isinstance(model_stops, list) else [model_stops]),
+        *(others or []),
+    }
     return sorted(ids - {None})
 
 
-def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, stops: list[int], pad_token: str | None = None) -> None:
+def ensure_pad_token(
+    tokenizer: PreTrainedTokenizerBase, stops: list[int], pad_token: str | None = None
+) -> None:
     """Set the tokenizer's pad token to the given one or, if it has none, to EOS."""
     if not stops:
-        raise ValueError("No EOS token ends a completion; set `tokenizer.eos_token`, or `stop_token_ids`.")
+        raise ValueError(
+            "No EOS token ends a completion; set `tokenizer.eos_token`, or `stop_token_ids`."
+        )
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ValueError(f"`pad_token` must be a token of the tokenizer, got {pad_token!r}.")
         tokenizer.pad_token = pad_token
     elif tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(stops[0])
-        logger.warning("The tokenizer has no pad token, so %r pads; padding is masked.", tokenizer.pad_token)
+        logger.warning(
+            "The tokenizer has no pad token, so %r pads; padding is masked.", tokenizer.pad_token
+        )
 
 
 class _Layer(DynamicLayer):
@@ -102,15 +130,24 @@ class _Layer(DynamicLayer):
     length = 0  # columns to allocate
     memory: tuple[Tensor, ...] = ()
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the next columns of the first rows, and return views of all columns of these rows."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the next columns of the first rows, and return views of all columns of these
+        rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.memory = key_states[:, :, :0], value_states[:, :, :0]
-        start, size, (rows, _, new, _) = self.get_seq_length(), self.memory[0].shape[2], key_states.shape
+        start, size, (rows, _, new, _) = (
+            self.get_seq_length(),
+            self.memory[0].shape[2],
+            key_states.shape,
+        )
         end = start + new
         if end > size:  # zeros, since masked columns that no row has written must be finite
-            self.memory = tuple(nn.functional.pad(x, (0, 0, 0, max(end, self.length) - size)) for x in self.memory)
+            self.memory = tuple(
+                nn.functional.pad(x, (0, 0, 0, max(end, self.length) - size)) for x in self.memory
+            )
         for x, states in zip(self.memory, (key_states, value_states)):
             x[:rows, :, start:end] = states
         self.keys, self.values = (x[:rows, :, :end] for x in self.memory)
@@ -124,12 +161,15 @@ class _Layer(DynamicLayer):
 
 
 class _Ends(StoppingCriteria):
-    """Ends rows at stop tokens and stop strings of the completion, and a call when a share of its rows has ended."""
+    """Ends rows at stop tokens and stop strings of the completion, and a call when a share of
+    its rows has ended."""
 
     def __init__(self, generator: "TransformersGenerator", input_ids: Tensor, rooms: list[int]):
-        self.start, self.strings = input_ids.shape[1], generator.stop_strings
+        self.start = input_ids.shape[1]
+        self.strings = generator.stop_strings
         self.stops = generator._on_device([*generator.stop_token_ids])
-        self.share, self.lengths = generator.leaving, generator._on_device(rooms)
+        self.share = generator.leaving
+        self.lengths = generator._on_device(rooms)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         completions = input_ids[:, self.start :]
@@ -142,7 +182,8 @@ class _Ends(StoppingCriteria):
 
 
 class _SampledLogprobs(StoppingCriteria):
-    """Keeps log-probs of sampled tokens under the logits that they were sampled from, before filters; ends no row."""
+    """Keeps log-probs of sampled tokens under the logits that they were sampled from, before
+    filters; ends no row."""
 
     def __init__(self, temperature: float):
         self.temperature = temperature
@@ -156,7 +197,9 @@ class _SampledLogprobs(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         if self.logits is not None:
             logits = self.logits.float() / self.temperature
-            self.steps.append(-nn.functional.cross_entropy(logits, input_ids[:, -1], reduction="none"))
+            self.steps.append(
+                -nn.functional.cross_entropy(logits, input_ids[:, -1], reduction="none")
+            )
             self.logits = None
         return torch.zeros_like(input_ids[:, 0], dtype=torch.bool)
 
@@ -165,21 +208,32 @@ class TransformersGenerator(Generator):
     """Samples from the actor-critic's policy."""
 
     def __init__(
-        self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
+        self,
+        actor_critic: ActorCritic,
+        tokenizer: PreTrainedTokenizerBase,
+        args: PPOConfig,
+        accelerator: Accelerator,
     ):
-        self.actor_critic, self.args, self.accelerator = actor_critic, args, accelerator
+        self.actor_critic = actor_critic
+        self.args = args
+        self.accelerator = accelerator
         settings: dict[str, Any] = {
             "max_new_tokens": args.max_completion_length,
             "do_sample": True,
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids),
+            "eos_token_id": stop_token_ids(
+                tokenizer, actor_critic.policy.generation_config, args.stop_token_ids
+            ),
             "use_cache": True,
         } | {name: getattr(args, name) for name in SAMPLING}
         self.config = GenerationConfig(**settings | cast(dict, args.generation_kwargs or {}))
         self.stop_token_ids = frozenset(self.config.eos_token_id)
         try:
-            self.stop_strings = StopStringCriteria(tokenizer, strings) if (strings := args.stop_strings) else None
+            if strings := args.stop_strings:
+                self.stop_strings = StopStringCriteria(tokenizer, strings)
+            else:
+                self.stop_strings = None
         except ValueError as error:
             cause = f"`stop_strings` are not supported by this tokenizer ({error})"
             raise ValueError(f"{cause}; use `stop_token_ids`.") from error
@@ -189,10 +243,15 @@ class TransformersGenerator(Generator):
         self.reuses = why_not is None
         if why_not is not None and accelerator.is_main_process:
             logger.warning_once(
-                f"Sampling keeps rows that ended in the batch, and reads earlier turns again, because {why_not}."
+                "Sampling keeps rows that ended in the batch, and reads earlier turns again, "
+                f"because {why_not}."
             )
-        self.leaving = LEAVING if self.reuses and not any(getattr(self.config, x) for x in RESTARTING) else 1
-        # one forward of the policy per token; a static cache may be compiled, and guidance runs a second forward
+        if self.reuses and not any(getattr(self.config, x) for x in RESTARTING):
+            self.leaving = LEAVING
+        else:
+            self.leaving = 1
+        # one forward of the policy per token; a static cache may be compiled, and guidance runs a
+        # second forward
         self.keeps_logprobs = self.config.get_generation_mode() == GenerationMode.SAMPLE
         self.keeps_logprobs &= not (self.config.cache_implementation or self.config.guidance_scale)
 
@@ -208,12 +267,19 @@ class TransformersGenerator(Generator):
     def _generate_batch(
         self, inputs: tuple[Tensor, Tensor], rooms: list[int], cache: Cache | None = None
     ) -> list[list[int]]:
-        """Sample completions of prompts (ids and mask), maybe with keys and values of their first tokens.
+        """Sample completions of prompts (ids and mask), maybe with keys and values of their first
+        tokens.
 
         Log-probs of their tokens are appended to `sampled_logprobs`, unless that is `None`.
         """
-        (ids, mask), width, is_turn, longest = inputs, inputs[0].shape[1], cache is not None, max(rooms)
-        ends, options = _Ends(self, ids, rooms), dict[str, Any](synced_gpus=False)
+        (ids, mask), width, is_turn, longest = (
+            inputs,
+            inputs[0].shape[1],
+            cache is not None,
+            max(rooms),
+        )
+        ends = _Ends(self, ids, rooms)
+        options = dict[str, Any](synced_gpus=False)
         sampled_logprobs = _SampledLogprobs(self.temperature or 1.0)
         options["stopping_criteria"] = StoppingCriteriaList([ends, sampled_logprobs])
         if self.reuses:
@@ -222,8 +288,14 @@ class TransformersGenerator(Generator):
             for layer in cache.layers:
                 layer.length = width + longest
         config = copy(self.config)
-        config.temperature, config.top_k = self.temperature or 1.0, config.top_k if self.temperature else 1
-        rows, completions = [*range(len(ids))], dict[int, list[int]]()  # rows by place in the cache
+        config.temperature = self.temperature or 1.0
+        if self.temperature:
+            config.top_k = config.top_k
+        else:
+            config.top_k = 1
+        # rows by place in the cache
+        rows = [*range(len(ids))]
+        completions = dict[int, list[int]]()
         logprobs: list[list[float]] = [[] for _ in rows]
         while True:
             config.max_new_tokens = width + longest - ids.shape[1]
@@ -232,20 +304,31 @@ class TransformersGenerator(Generator):
                 ids = self.actor_critic.sample(ids, mask, config, **options)
             self._note_logprobs(sampled_logprobs, rows, ids.shape[1] - begin, logprobs)
             sampled = torch.cat([ends.lengths[:, None], ids[:, width:]], 1).tolist()
-            completions |= {row: cut_at_stop(x[:end], self.stop_token_ids) for row, (end, *x) in zip(rows, sampled)}
+            completions |= {
+                row: cut_at_stop(x[:end], self.stop_token_ids)
+                for row, (end, *x) in zip(rows, sampled)
+            }
             staying = [place for place, (end, *x) in enumerate(sampled) if end > len(x)]
-            if cache is None or len(staying) in (0, len(sampled)):  # a replaced `sample` ends no row
+            # a replaced `sample` ends no row
+            if cache is None or len(staying) in (0, len(sampled)):
                 break
-            # rows that ended leave; those of a conversation rest behind the others, for its next turn
+            # rows that ended leave; those of a conversation rest behind the others, for its next
+            # turn
             order = staying + (sorted({*range(len(rows))} - {*staying}) if is_turn else [])
             cache.batch_select_indices(self._on_device(order))
-            rows, index = [rows[place] for place in order], self._on_device(staying)
-            ids, ends.lengths = ids[index], ends.lengths[index]
+            rows = [rows[place] for place in order]
+            index = self._on_device(staying)
+            ids = ids[index]
+            ends.lengths = ends.lengths[index]
             mask = nn.functional.pad(mask[index], (0, ids.shape[1] - mask.shape[1]), value=1)
         if cache is not None and rows != sorted(rows):
-            cache.batch_select_indices(self._on_device(sorted(range(len(rows)), key=rows.__getitem__)))
+            cache.batch_select_indices(
+                self._on_device(sorted(range(len(rows)), key=rows.__getitem__))
+            )
         if self.sampled_logprobs is not None:
-            self.sampled_logprobs += [logprobs[row][: len(completions[row])] for row in sorted(completions)]
+            self.sampled_logprobs += [
+                logprobs[row][: len(completions[row])] for row in sorted(completions)
+            ]
         return [completions[row] for row in sorted(completions)]
 
     @contextmanager
@@ -254,7 +337,9 @@ class TransformersGenerator(Generator):
         if self.sampled_logprobs is None:
             yield
             return
-        hook = self.actor_critic.policy.get_base_model().register_forward_hook(sampled_logprobs.read)
+        hook = self.actor_critic.policy.get_base_model().register_forward_hook(
+            sampled_logprobs.read
+        )
         try:
             yield
         finally:
@@ -275,27 +360,36 @@ class TransformersGenerator(Generator):
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check for a stop token or a stop string at the end."""
-        ended, strings = super().has_stopped(completion), self.stop_strings
+        ended = super().has_stopped(completion)
+        strings = self.stop_strings
         return ended or (strings is not None and bool(strings(torch.tensor([completion]), None)))
 
     def generate(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[list[int]]:
         """Sample a completion for each prompt, of at most so many tokens."""
-        size, rooms = self.batch_size or len(prompts), rooms or [self.config.max_new_tokens] * len(prompts)
+        size = self.batch_size or len(prompts)
+        rooms = rooms or [self.config.max_new_tokens] * len(prompts)
         self.begin_logprobs()
         parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
-        return [ids for x in parts for ids in self._generate_batch(self._padded(prompts[x]), rooms[x])]
+        return [
+            ids for x in parts for ids in self._generate_batch(self._padded(prompts[x]), rooms[x])
+        ]
 
     def begin_logprobs(self) -> None:
-        """Begin the log-probs of a call; they are comparable at the temperature of the policy only."""
+        """Begin the log-probs of a call; they are comparable at the temperature of the policy
+        only."""
         is_comparable = self.keeps_logprobs and self.temperature == self.args.temperature
-        self.sampled_logprobs = [] if is_comparable else None
+        if is_comparable:
+            self.sampled_logprobs = []
+        else:
+            self.sampled_logprobs = None
 
     def conversation(self) -> "Conversation":
         """Sample turn after turn of the same episodes."""
         return Conversation(self)
 
     def _padded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-        pad, device = self.config.pad_token_id, self.accelerator.device
+        pad = self.config.pad_token_id
+        device = self.accelerator.device
         batch = Sequences.from_token_ids(prompts, [[]] * len(prompts), pad, device)
         return batch.input_ids, batch.attention_mask
 
@@ -304,7 +398,8 @@ class TransformersGenerator(Generator):
 
 
 class Conversation:
-    """Turns of episodes, with the keys and values of earlier turns; the weights must stay as they are."""
+    """Turns of episodes, with the keys and values of earlier turns; the weights must stay as
+    they are."""
 
     def __init__(self, generator: TransformersGenerator):
         self.generator = generator
@@ -312,7 +407,9 @@ class Conversation:
         self.columns: tuple[Tensor, Tensor]  # ids and mask of the columns of the cache
         self.counts: list[int] = []  # tokens of each row that the cache has
 
-    def __call__(self, prompts: list[list[int]], rooms: list[int], rows: list[int]) -> list[list[int]]:
+    def __call__(
+        self, prompts: list[list[int]], rooms: list[int], rows: list[int]
+    ) -> list[list[int]]:
         """Sample the next turn of episodes; `rows` are their numbers in the call before."""
         generator = self.generator
         if not generator.reuses or len(prompts) > (generator.batch_size or len(prompts)):
@@ -333,32 +430,45 @@ class Conversation:
         generator.begin_logprobs()
         turns = generator._generate_batch(inputs, rooms, self.cache)
         width = inputs[0].shape[1]
-        end = max(width, self.cache.get_seq_length())  # 0 if a replaced `generate` does not use the cache
-        # the last token of a turn is read again: the next turn follows it if the answer in between has no token
+        # 0 if a replaced `generate` does not use the cache
+        end = max(width, self.cache.get_seq_length())
+        # the last token of a turn is read again: the next turn follows it if the answer in between
+        # has no token
         lengths = [min(len(turn) - 1, end - width) for turn in turns]
         # a column per token of the longest turn: shorter ones leave holes, which the mask hides
         columns = torch.arange(end - width)  # none after turns of one token
-        mask = (columns < torch.tensor(lengths)[:, None]).long().to(inputs[1].device, non_blocking=True)
+        mask = (
+            (columns < torch.tensor(lengths)[:, None])
+            .long()
+            .to(inputs[1].device, non_blocking=True)
+        )
         # the cache has their keys and values, so these ids are never read
-        self.columns = torch.cat([inputs[0], torch.zeros_like(mask)], 1), torch.cat([inputs[1], mask], 1)
+        self.columns = (
+            torch.cat([inputs[0], torch.zeros_like(mask)], 1),
+            torch.cat([inputs[1], mask], 1),
+        )
         self.counts = [len(ids) + length for ids, length in zip(prompts, lengths)]
         return turns
 
 
 def cache_argument(trunk: nn.Module) -> str | None:
-    """Name of the keys and values in a model's forward, which transformers 5.24 renamed; `None` if it takes none."""
+    """Name of the keys and values in a model's forward, which transformers 5.24 renamed; `None`
+    if it takes none."""
     names = inspect.signature(trunk.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in names), None)
 
 
 def why_not_reused(actor_critic: ActorCritic, config: GenerationConfig) -> str | None:
-    """Reason why the cache of `generate` would not hold only a key and a value per token, for the next turn."""
+    """Reason why the cache of `generate` would not hold only a key and a value per token, for
+    the next turn."""
     base = actor_critic.policy.get_base_model()
     if not config.use_cache:
         return "`use_cache` is off"
-    # `generate` creates a cache that the user configured, and some processors read the ids of earlier turns, which a
-    # cache does not have
-    unfit = "cache_implementation prefill_chunk_size no_repeat_ngram_size bad_words_ids sequence_bias".split()
+    # `generate` creates a cache that the user configured, and some processors read the ids of
+    # earlier turns, which a cache does not have
+    unfit = (
+        "cache_implementation prefill_chunk_size no_repeat_ngram_size bad_words_ids sequence_bias"
+    ).split()
     unfit += ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"]
     given = [name for name in unfit if getattr(config, name)]
     if config.repetition_penalty not in (None, 1):
@@ -368,8 +478,15 @@ def why_not_reused(actor_critic: ActorCritic, config: GenerationConfig) -> str |
     if base.is_remote_code():
         return "the model's code is its own, which may use a cache differently"
     if cache_argument(actor_critic.trunk) is None:
-        return f"the forward of {type(actor_critic.trunk).__name__} takes neither `cache` nor `past_key_values`"
+        return (
+            f"the forward of {type(actor_critic.trunk).__name__} takes neither `cache` nor "
+            "`past_key_values`"
+        )
     layers = DynamicCache(config=base.config).layers
-    if any(type(layer) is not DynamicLayer for layer in layers):  # e.g. sliding windows, linear attention
-        return f"the layers of {type(base).__name__} keep another state than keys and values of all tokens"
+    # e.g. sliding windows, linear attention
+    if any(type(layer) is not DynamicLayer for layer in layers):
+        return (
+            f"the layers of {type(base).__name__} keep another state than keys and values of all "
+            "tokens"
+        )
     return None

@@ -37,42 +37,60 @@ from .transformers import SAMPLING, Generator, stop_token_ids
 if TYPE_CHECKING:
     from .vllm_server import VLLMServer
 
-VERSION = re.compile(r"[0-9a-f]{12}-\d+(\.tmp)?")  # name of an adapter that a server reads, also if half written
+# name of an adapter that a server reads, also if half written
+VERSION = re.compile(r"[0-9a-f]{12}-\d+(\.tmp)?")
 SERVED = ".vllm"  # in the output directory: the adapter that a server reads
 CPU_CACHE = 2**28  # bytes of keys and values; vLLM's own default is gigabytes of main memory
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM can reserve slots
 
 
 class VLLMGenerator(Generator):
-    """Samples with the policy's adapter as it is at the start of a rollout, and keeps the sampler's log-probs."""
+    """Samples with the policy's adapter as it is at the start of a rollout, and keeps the
+    sampler's log-probs."""
 
     engine: "ColocatedEngine | VLLMServer"
 
     def __init__(
-        self, actor_critic: ActorCritic, tokenizer: PreTrainedTokenizerBase, args: PPOConfig, accelerator: Accelerator
+        self,
+        actor_critic: ActorCritic,
+        tokenizer: PreTrainedTokenizerBase,
+        args: PPOConfig,
+        accelerator: Accelerator,
     ):
-        self.actor_critic, self.args, self.limit = actor_critic, args, args.max_completion_length
-        stops = stop_token_ids(tokenizer, actor_critic.policy.generation_config, args.stop_token_ids)
+        self.actor_critic = actor_critic
+        self.args = args
+        self.limit = args.max_completion_length
+        stops = stop_token_ids(
+            tokenizer, actor_critic.policy.generation_config, args.stop_token_ids
+        )
         self.stop_token_ids = frozenset(stops)
         settings = {name: x for name in SAMPLING if (x := getattr(args, name)) is not None}
-        settings |= {"stop_token_ids": stops, "ignore_eos": True, "logprobs": 0}  # the model's own EOS is among them
-        base, rank = served_base(actor_critic, args), reserved_rank(actor_critic)
+        # the model's own EOS is among them
+        settings |= {"stop_token_ids": stops, "ignore_eos": True, "logprobs": 0}
+        base = served_base(actor_critic, args)
+        rank = reserved_rank(actor_critic)
         if args.vllm_mode == "server":
             from .vllm_server import VLLMServer  # with its HTTP client
 
             # all ranks sample with one adapter, which the first one writes
             run = [random.SystemRandom().randbytes(6).hex()]
             broadcast_object_list(run)
-            self.folder, self.writes = Path(args.output_dir, SERVED).absolute(), accelerator.is_main_process
+            self.folder = Path(args.output_dir, SERVED).absolute()
+            self.writes = accelerator.is_main_process
             url = args.vllm_server_base_url or "http://127.0.0.1:8000"
             self.engine = VLLMServer(url, args.vllm_server_timeout, base, settings, rank)
             on_every_rank(self._forget_last_run, OSError, VLLMError, runs=self.writes)
         else:
-            run, self.writes = ["policy"], True
+            run = ["policy"]
+            self.writes = True
             in_memory = Path("/dev/shm")
-            self.folder = Path(tempfile.mkdtemp(dir=in_memory if os.access(in_memory, os.W_OK) else None))
+            self.folder = Path(
+                tempfile.mkdtemp(dir=in_memory if os.access(in_memory, os.W_OK) else None)
+            )
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-            self.engine = ColocatedEngine(base, actor_critic.dtype, rank, args, accelerator, settings)
+            self.engine = ColocatedEngine(
+                base, actor_critic.dtype, rank, args, accelerator, settings
+            )
         self.versions = (f"{run[0]}-{number}" for number in count(1))
         self.version: str | None = None
         self.served: dict[str, Tensor] | None = None  # weights of the version
@@ -85,7 +103,8 @@ class VLLMGenerator(Generator):
         try:
             self.engine.wake()
             # an adapter that has not moved, e.g. since an evaluation, is still there
-            served, parameters = self.served, self.actor_critic.policy_parameters()
+            served = self.served
+            parameters = self.actor_critic.policy_parameters()
             weights = {name: x.detach().to("cpu", copy=True) for name, x in parameters.items()}
             if served is None or any(not x.equal(served[name]) for name, x in weights.items()):
                 self._load(weights)
@@ -95,17 +114,21 @@ class VLLMGenerator(Generator):
 
     def _load(self, weights: dict[str, Tensor]) -> None:
         # 1. Write the adapter beside, then rename: a server never reads half of it.
-        version, last = next(self.versions), self.version
+        version = next(self.versions)
+        last = self.version
         on_every_rank(partial(self._write, version, weights), OSError, ValueError, runs=self.writes)
-        # 2. Load it on every rank, unless a server has it; its name is new, since vLLM caches prompts by name.
+        # 2. Load it on every rank, unless a server has it; its name is new, since vLLM caches
+        # prompts by name.
         on_every_rank(partial(self.engine.load, version, self.folder / version), VLLMError)
-        self.version, self.served = version, weights
+        self.version = version
+        self.served = weights
         # 3. Forget the one before: every rank has sampled its rollout.
         if last is not None:
             on_every_rank(partial(self._forget, last), OSError, VLLMError, runs=self.writes)
 
     def _write(self, version: str, weights: dict[str, Tensor]) -> None:
-        policy, name = self.actor_critic.policy, self.actor_critic.policy_adapter
+        policy = self.actor_critic.policy
+        name = self.actor_critic.policy_adapter
         aside = self.folder / f"{version}.tmp"
         try:
             save_adapter(policy, name, str(aside), weights)
@@ -113,7 +136,8 @@ class VLLMGenerator(Generator):
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise OSError(
-                f"The adapter cannot be written to `{self.folder}` for vLLM ({error}); free space, and resume the run."
+                f"The adapter cannot be written to `{self.folder}` for vLLM ({error}); free space, "
+                "and resume the run."
             ) from error
 
     def _forget(self, version: str) -> None:
@@ -125,7 +149,10 @@ class VLLMGenerator(Generator):
         left = [path.name for path in self.folder.glob("*") if VERSION.fullmatch(path.name)]
         if left:
             # not while that run trains, nor on a disk that cannot be locked
-            with suppress(OSError, NotImplementedError), FileLock(self.folder.parent / LOCK, timeout=0):
+            with (
+                suppress(OSError, NotImplementedError),
+                FileLock(self.folder.parent / LOCK, timeout=0),
+            ):
                 for version in left:
                     self._forget(version)
 
@@ -135,16 +162,22 @@ class VLLMGenerator(Generator):
         return self._completions(prompts, self.engine.sample(str(self.version), requests))
 
     def _requests(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[Request]:
-        copies, pairs = Counter(map(tuple, prompts)), zip(map(tuple, prompts), rooms or repeat(self.limit))
+        copies = Counter(map(tuple, prompts))
+        pairs = zip(map(tuple, prompts), rooms or repeat(self.limit))
         room = dict(sorted(pairs, key=lambda pair: pair[1]))  # the largest, if there are several
         # completions depend on no other request, and a resumed run repeats them
         seeds = torch.randint(2**31, (len(copies),)).tolist()
         self.engine.settings["temperature"] = self.temperature
         # vLLM refuses several greedy ones, which are equal
-        copies = copies if self.temperature else Counter([*copies])
+        if self.temperature:
+            copies = copies
+        else:
+            copies = Counter([*copies])
         return [Request([*x], n, seed, room[x]) for (x, n), seed in zip(copies.items(), seeds)]
 
-    def _completions(self, prompts: list[list[int]], sampled: list[list[Sampled]]) -> list[list[int]]:
+    def _completions(
+        self, prompts: list[list[int]], sampled: list[list[Sampled]]
+    ) -> list[list[int]]:
         by_prompt = dict(zip(dict.fromkeys(map(tuple, prompts)), map(cycle, sampled)))
         completions = [next(by_prompt[tuple(prompt)]) for prompt in prompts]
         self.sampled_logprobs = [completion.logprobs for completion in completions]
@@ -183,31 +216,38 @@ class OverlappingGenerator(VLLMGenerator):
 
 def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
     """Name or path of the base that vLLM serves, which must have the weights of the policy's."""
-    config, path = actor_critic.policy.get_base_model().config, args.vllm_options.base_model
-    base, is_quantized = path or config._name_or_path, getattr(config, "quantization_config", None) is not None
+    config = actor_critic.policy.get_base_model().config
+    path = args.vllm_options.base_model
+    base = path or config._name_or_path
+    is_quantized = getattr(config, "quantization_config", None) is not None
     if path is None and is_quantized and "quantization" not in (args.generation_kwargs or {}):
         raise ValueError(
-            f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: another policy (0.25 nats "
-            "off per token with NF4). Set `vllm_kwargs={'base_model': ...}` to weights that `recipes/dequantize.py` "
-            "wrote, or `generation_kwargs={'quantization': 'bitsandbytes'}` if vLLM has its plugin."
+            f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: another "
+            "policy (0.25 nats off per token with NF4). Set `vllm_kwargs={'base_model': ...}` "
+            "to weights that `recipes/dequantize.py` wrote, or "
+            "`generation_kwargs={'quantization': 'bitsandbytes'}` if vLLM has its plugin."
         )
     if not base:
         raise ValueError(
-            "`model` has no name or path that vLLM could load; save it, or set `vllm_kwargs={'base_model': ...}`."
+            "`model` has no name or path that vLLM could load; save it, or set "
+            "`vllm_kwargs={'base_model': ...}`."
         )
     return base
 
 
 def reserved_rank(actor_critic: ActorCritic) -> int:
-    """Rank of the slot that an engine reserves for the policy's adapter, if vLLM can sample with it at all."""
+    """Rank of the slot that an engine reserves for the policy's adapter, if vLLM can sample with
+    it at all."""
     policy = actor_critic.policy
-    config, base = policy.peft_config[actor_critic.policy_adapter], policy.get_base_model()
+    config = policy.peft_config[actor_critic.policy_adapter]
+    base = policy.get_base_model()
     # vLLM raises for other unsupported kinds when it loads them; these would be ignored
     embeddings = (base.get_input_embeddings(), base.get_output_embeddings())
     if not isinstance(config, LoraConfig) or any(isinstance(x, BaseTunerLayer) for x in embeddings):
         raise ValueError(
-            "`generation_backend='vllm'` samples with LoRA on linear layers inside the model, not with other adapters "
-            "or one on the embeddings; change `peft_config`, or use 'transformers'."
+            "`generation_backend='vllm'` samples with LoRA on linear layers inside the model, not "
+            "with other adapters or one on the embeddings; change `peft_config`, or use "
+            "'transformers'."
         )
     largest = max([config.r, *config.rank_pattern.values()])
     return next((rank for rank in RANKS if rank >= largest), RANKS[-1])
@@ -215,10 +255,14 @@ def reserved_rank(actor_critic: ActorCritic) -> int:
 
 @contextmanager
 def contained(device: torch.device) -> Iterator[None]:
-    """Undo what the construction of an engine does to the process: seeds, environment, threads, garbage collection."""
-    restore, environment, set_num_threads = capture_random_state(device), dict(os.environ), torch.set_num_threads
+    """Undo what the construction of an engine does to the process: seeds, environment, threads,
+    garbage collection."""
+    restore = capture_random_state(device)
+    environment = dict(os.environ)
+    set_num_threads = torch.set_num_threads
     os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: nothing is left when it ends
+        # the engine in this process: nothing is left when it ends
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads, too, would be bound
     } | environment
@@ -227,7 +271,8 @@ def contained(device: torch.device) -> Iterator[None]:
     finally:
         restore()
         torch.set_num_threads = set_num_threads
-        gc.unfreeze()  # it was frozen with all that there is, and would not free a trainer that is dropped
+        # it was frozen with all that there is, and would not free a trainer that is dropped
+        gc.unfreeze()
         os.environ.clear()
         os.environ.update(environment)
 
@@ -236,12 +281,19 @@ class ColocatedEngine:
     """vLLM in this process, with a copy of the base."""
 
     def __init__(
-        self, base: str, dtype: torch.dtype, rank: int, args: PPOConfig, accelerator: Accelerator, settings: dict
+        self,
+        base: str,
+        dtype: torch.dtype,
+        rank: int,
+        args: PPOConfig,
+        accelerator: Accelerator,
+        settings: dict,
     ):
         if find_spec("vllm") is None:
             raise ImportError(
-                "`generation_backend='vllm'` needs vLLM, which is not installed; install it in a new environment (see "
-                "docs/generation.md), or set `vllm_mode='server'`, whose server may be elsewhere."
+                "`generation_backend='vllm'` needs vLLM, which is not installed; install it in a "
+                "new environment (see docs/generation.md), or set `vllm_mode='server'`, whose "
+                "server may be elsewhere."
             )
         sleeps = args.vllm_enable_sleep_mode
         defaults: dict[str, Any] = {
@@ -253,7 +305,11 @@ class ColocatedEngine:
         }
         if accelerator.device.type == "cpu":
             # vLLM 0.32 dies when it samples part of a prompt with a seed, on CPUs only
-            defaults |= {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True, "enable_chunked_prefill": False}
+            defaults |= {
+                "kv_cache_memory_bytes": CPU_CACHE,
+                "enforce_eager": True,
+                "enable_chunked_prefill": False,
+            }
         if accelerator.num_processes > 1:  # vLLM then uses the process group of the run
             defaults["distributed_executor_backend"] = "external_launcher"
         with contained(accelerator.device):
@@ -261,7 +317,9 @@ class ColocatedEngine:
             from vllm.lora.request import LoRARequest
 
             if sleeps and not hasattr(vllm.LLM, "release_kv_cache_memory"):
-                raise ImportError(f"`vllm_enable_sleep_mode` needs vLLM 0.31, got {vllm.__version__}; update it.")
+                raise ImportError(
+                    f"`vllm_enable_sleep_mode` needs vLLM 0.31, got {vllm.__version__}; update it."
+                )
             self.llm = vllm.LLM(
                 base,
                 **defaults | cast(dict, args.generation_kwargs or {}),
@@ -276,9 +334,12 @@ class ColocatedEngine:
         # its end would destroy the process group, which is that of the run or of the next engine
         if finalizer := getattr(self.llm.llm_engine.engine_core, "_finalizer", None):
             finalizer.detach()
-        self.params, self.adapter = partial(vllm.SamplingParams, detokenize=False), LoRARequest
+        self.params = partial(vllm.SamplingParams, detokenize=False)
+        self.adapter = LoRARequest
         self.settings = settings
-        self.sleeps, self.requests, self.device = sleeps, dict[str, Any](), accelerator.device
+        self.sleeps = sleeps
+        self.requests = dict[str, Any]()
+        self.device = accelerator.device
 
     def wake(self) -> None:
         """Allocate what `sleep` freed."""
@@ -292,7 +353,9 @@ class ColocatedEngine:
         try:
             self.llm.llm_engine.add_lora(request)
         except (ValueError, RuntimeError) as error:
-            raise VLLMError(f"vLLM does not support this adapter: {error}; change `peft_config`.") from error
+            raise VLLMError(
+                f"vLLM does not support this adapter: {error}; change `peft_config`."
+            ) from error
         self.requests = {name: request}
         shutil.rmtree(directory)
 
@@ -301,16 +364,27 @@ class ColocatedEngine:
 
     def sample(self, name: str, requests: Sequence[Request]) -> list[list[Sampled]]:
         """Sample the completions of each request."""
-        params = [self.params(n=x.copies, seed=x.seed, max_tokens=x.max_tokens, **self.settings) for x in requests]
+        params = [
+            self.params(n=x.copies, seed=x.seed, max_tokens=x.max_tokens, **self.settings)
+            for x in requests
+        ]
         prompts = [{"prompt_token_ids": x.prompt_ids} for x in requests]
         longest = max((len(x.prompt_ids) + x.max_tokens for x in requests), default=0)
-        if longest > (fits := self.llm.llm_engine.model_config.max_model_len):  # vLLM would cut completions in silence
-            remedy = "raise `vllm_gpu_memory_utilization`, or lower `max_completion_length` or `max_prompt_length`"
-            raise VLLMError(
-                f"vLLM has memory for {fits} tokens of a prompt and its completion, not {longest}; {remedy}."
+        # vLLM would cut completions in silence
+        if longest > (fits := self.llm.llm_engine.model_config.max_model_len):
+            remedy = (
+                "raise `vllm_gpu_memory_utilization`, or lower `max_completion_length` or "
+                "`max_prompt_length`"
             )
-        restore = capture_random_state(self.device)  # its sampler for CPUs draws a number per token, despite the seeds
-        outputs = self.llm.generate(prompts, params, lora_request=self.requests[name], use_tqdm=False)
+            raise VLLMError(
+                f"vLLM has memory for {fits} tokens of a prompt and its completion, not {longest}; "
+                f"{remedy}."
+            )
+        # its sampler for CPUs draws a number per token, despite the seeds
+        restore = capture_random_state(self.device)
+        outputs = self.llm.generate(
+            prompts, params, lora_request=self.requests[name], use_tqdm=False
+        )
         restore()
         return [[_sampled(completion) for completion in output.outputs] for output in outputs]
 

@@ -1,4 +1,5 @@
-"""One frozen base in every role: policy (adapter on), reference (adapter off), critic (its states, or own adapter)."""
+"""One frozen base in every role: policy (adapter on), reference (adapter off), critic (its
+states, or own adapter)."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -33,10 +34,14 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     implementation = config._attn_implementation
     if implementation != "sdpa" and "flash" not in implementation:
         return f"`attn_implementation` is {implementation!r}"
-    others = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    others = {*(getattr(config, "layer_types", None) or ())} - {
+        "full_attention",
+        "sliding_attention",
+    }
     if others:
         return f"{type(model).__name__} has layers of {' and '.join(sorted(others))}"
-    if not (model.is_backend_compatible() and model._supports_flash_attn):  # it may need more of the mask, e.g. chunks
+    # it may need more of the mask, e.g. chunks
+    if not (model.is_backend_compatible() and model._supports_flash_attn):
         return f"{type(model).__name__} does not support flash attention"
     return None
 
@@ -63,14 +68,17 @@ def attend(
     padded = [packed.pad(x[0].transpose(0, 1)).transpose(1, 2) for x in inputs[:3]]
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
     if window is not None and packed.longest > window:
-        every = torch.ones(packed.longest, packed.longest, dtype=torch.bool, device=padded[0].device)
+        every = torch.ones(
+            packed.longest, packed.longest, dtype=torch.bool, device=padded[0].device
+        )
         kwargs["attention_mask"] = every.tril().triu(1 - window)[None, None]
     output, weights = function(module, *padded, **kwargs)
     return packed.unpad(output)[None], weights
 
 
 class _OutsideAutocast:
-    """True outside autocast, where only PEFT casts the input of an adapter to the adapter's dtype."""
+    """True outside autocast, where only PEFT casts the input of an adapter to the adapter's
+    dtype."""
 
     def __bool__(self) -> bool:
         return not any(map(torch.is_autocast_enabled, ("cpu", "cuda", "mps", "xpu")))
@@ -82,19 +90,23 @@ def adapter_layers(policy: PeftModel) -> Iterator[tuple[nn.Module, frozenset[str
         if isinstance(module, AuxiliaryTrainingWrapper):
             yield module, frozenset(module._adapters)
         elif isinstance(module, BaseTunerLayer):
-            # PEFT would cast inputs to float32 under autocast, which takes as long as the adapter itself
+            # PEFT would cast inputs to float32 under autocast, which takes as long as the adapter
+            # itself
             module.cast_input_dtype_enabled = _OutsideAutocast()
             yield module, None
 
 
 @contextmanager
 def fused(policy: PeftModel, name: str) -> Iterator[None]:
-    """Compute plain LoRA, whose weights must be gathered, in three operations per layer instead of PEFT's six."""
-    plain = {lora.Linear, getattr(lora, "Linear4bit", lora.Linear)}  # PEFT imports bitsandbytes for the second
+    """Compute plain LoRA, whose weights must be gathered, in three operations per layer instead
+    of PEFT's six."""
+    # PEFT imports bitsandbytes for the second
+    plain = {lora.Linear, getattr(lora, "Linear4bit", lora.Linear)}
     changed = []
     try:
         for x in policy.modules():
-            if type(x) not in plain or name not in x.lora_A or x.merged or "forward" in vars(x):  # replaced by a hook
+            # replaced by a hook
+            if type(x) not in plain or name not in x.lora_A or x.merged or "forward" in vars(x):
                 continue
             if name not in x.lora_variant and not x.lora_bias[name]:
                 changed.append(x)
@@ -106,8 +118,11 @@ def fused(policy: PeftModel, name: str) -> Iterator[None]:
             vars(x).pop("forward", None)
 
 
-def _add_product(base: nn.Module, down: Tensor, up: Tensor, scale: float, copies: dict, inputs: Tensor) -> Tensor:
-    """Output of a layer with LoRA; autocast ignores operations in place, so their operands are cast here."""
+def _add_product(
+    base: nn.Module, down: Tensor, up: Tensor, scale: float, copies: dict, inputs: Tensor
+) -> Tensor:
+    """Output of a layer with LoRA; autocast ignores operations in place, so their operands are
+    cast here."""
     outputs = base(inputs)
     dtype = outputs.dtype
     down, up = copies.get(dtype) or copies.setdefault(dtype, (down.to(dtype), up.to(dtype).T))
@@ -118,12 +133,15 @@ def _add_product(base: nn.Module, down: Tensor, up: Tensor, scale: float, copies
 
 @contextmanager
 def in_float32(head: Any) -> Iterator[None]:
-    """Let an output projection, whose weights must be gathered, return logits in float32, without gradients."""
+    """Let an output projection, whose weights must be gathered, return logits in float32,
+    without gradients."""
     forward = vars(head).get("forward")  # of a hook
 
     def float32_logits(hidden: Tensor) -> Tensor:
         rows = hidden.flatten(0, -2)
-        logits = project(rows, head.weight, torch.empty(len(rows), len(head.weight), device=hidden.device))
+        logits = project(
+            rows, head.weight, torch.empty(len(rows), len(head.weight), device=hidden.device)
+        )
         if head.bias is not None:
             logits += head.bias
         return logits.unflatten(0, hidden.shape[:-1])
@@ -137,30 +155,33 @@ def in_float32(head: Any) -> Iterator[None]:
             head.forward = forward
 
 
-# attributes of the policy that the Trainer and Accelerate must not find: they would treat this as a plain model
+# attributes of the policy that the Trainer and Accelerate must not find: they would treat this as a
+# plain model
 HIDDEN = frozenset(
-    "base_model_prefix estimate_tokens floating_point_ops hf_device_map hf_quantizer is_loaded_in_4bit "
-    "is_distributed_loading_by_transformers is_loaded_in_8bit is_quantized loss_type main_input_name policy "
-    "model_tags quantization_method tie_weights tp_plan tp_size".split()
+    "base_model_prefix estimate_tokens floating_point_ops hf_device_map hf_quantizer "
+    "is_loaded_in_4bit is_distributed_loading_by_transformers is_loaded_in_8bit is_quantized "
+    "loss_type main_input_name policy model_tags quantization_method tie_weights tp_plan tp_size".split()
 )
 
 
 class ActorCritic(nn.Module):
     """A PEFT policy with a critic on the same base, as returned by [`load_actor_critic`].
 
-    Called with token ids it is the policy, a causal language model: so are `generate`, `save_pretrained`,
-    `merge_and_unload`, `generation_config` and all other attributes of a `PeftModel`. Adapters are switched here and
-    nowhere else.
+    Called with token ids it is the policy, a causal language model: so are `generate`,
+    `save_pretrained`, `merge_and_unload`, `generation_config` and all other attributes of a
+    `PeftModel`. Adapters are switched here and nowhere else.
 
     Args:
         policy (`PeftModel`): Causal language model with an adapter.
         value_head ([`ValueHead`], *optional*): Head of the critic. Without it there is no critic.
-        reference_adapter (`str`, *optional*): Frozen adapter that is the reference. Defaults to the base without one.
-        critic_adapter (`str`, *optional*): Adapter that the value head reads. Defaults to the policy's.
-        critic_backprop (`bool`, *optional*, defaults to `True`):
+        reference_adapter (`str`, *optional*): Frozen adapter that is the reference. Defaults to the
+        base without one.
+        critic_adapter (`str`, *optional*): Adapter that the value head reads. Defaults to the
+        policy's. critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of a head on the policy's trunk also trains the policy's adapter.
         cast_lm_head_to_fp32 (`bool`, *optional*, defaults to `False`):
-            Whether sampling computes logits in float32, as log-probs do, and autocast does not round their factors.
+            Whether sampling computes logits in float32, as log-probs do, and autocast does not
+            round their factors.
     """
 
     accepts_loss_kwargs = False  # the Trainer would read it off the signature of `forward`
@@ -187,24 +208,32 @@ class ActorCritic(nn.Module):
         self._is_checked = False  # until the first rollout
         self.why_not_packed: str | None = "its logits were not checked"  # `None` if rows are packed
         self._logit_scale, self._logit_cap = logit_scale_and_cap(policy.get_base_model().config)
-        # names of trained parameters, which FSDP replaces; PEFT takes tens of milliseconds to find them
+        # names of trained parameters, which FSDP replaces; PEFT takes tens of milliseconds to find
+        # them
         trained = [name for name in (self.policy_adapter, critic_adapter) if name is not None]
         self._names = {name: {*adapter_parameters(policy, name)} for name in trained}
         self.train()
 
     def __getattr__(self, name: str) -> Any:
         is_own = name.startswith("_") or name in HIDDEN or name in self._modules
-        return super().__getattr__(name) if is_own else getattr(self.policy, name)
+        if is_own:
+            return super().__getattr__(name)
+        return getattr(self.policy, name)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the policy's adapter, as a `PeftModel` does."""
-        self.policy.save_pretrained(save_directory, **{"selected_adapters": [self.policy_adapter]} | kwargs)
+        self.policy.save_pretrained(
+            save_directory, **{"selected_adapters": [self.policy_adapter]} | kwargs
+        )
 
     @property
     def trunk(self) -> nn.Module:
         """Base model without its output projection."""
         base = self.policy.get_base_model()
-        return base.model if base.base_model is base else base.base_model  # Llama 4's names another attribute
+        # Llama 4's names another attribute
+        if base.base_model is base:
+            return base.model
+        return base.base_model
 
     # ---- parameters ----
 
@@ -213,17 +242,32 @@ class ActorCritic(nn.Module):
         return self._adapter_parameters(self.policy_adapter)
 
     def critic_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of the value head and, if it has one, of its adapter, by name; empty without a critic."""
-        head = {} if self.value_head is None else dict(self.value_head.named_parameters(prefix="value_head"))
-        return head if self.critic_adapter is None else head | self._adapter_parameters(self.critic_adapter)
+        """Parameters of the value head and, if it has one, of its adapter, by name; empty
+        without a critic."""
+        head = (
+            {}
+            if self.value_head is None
+            else dict(self.value_head.named_parameters(prefix="value_head"))
+        )
+        return (
+            head
+            if self.critic_adapter is None
+            else head | self._adapter_parameters(self.critic_adapter)
+        )
 
     def _adapter_parameters(self, adapter: str) -> dict[str, nn.Parameter]:
-        return {name: x for name, x in self.policy.named_parameters() if name in self._names[adapter]}
+        return {
+            name: x for name, x in self.policy.named_parameters() if name in self._names[adapter]
+        }
 
     def trained_weights(self) -> dict[str, Tensor]:
         """Unsharded weights of policy and critic by name; all ranks must call it."""
-        trained = {id(x) for x in (*self.policy_parameters().values(), *self.critic_parameters().values())}
-        return unsharded_weights({name: x for name, x in self.named_parameters() if id(x) in trained})
+        trained = {
+            id(x) for x in (*self.policy_parameters().values(), *self.critic_parameters().values())
+        }
+        return unsharded_weights(
+            {name: x for name, x in self.named_parameters() if id(x) in trained}
+        )
 
     # ---- roles ----
 
@@ -238,7 +282,8 @@ class ActorCritic(nn.Module):
             self._activate(previous)
 
     def _activate(self, name: str | None) -> None:
-        """Set the two flags that a layer's forward reads: PEFT would walk the whole model and flip `requires_grad`."""
+        """Set the two flags that a layer's forward reads: PEFT would walk the whole model and
+        flip `requires_grad`."""
         self.active_adapter = name
         for layer, adapters in self._layers:
             # `nn.Module.__setattr__` looks for parameters first, which takes 20 times as long
@@ -248,15 +293,18 @@ class ActorCritic(nn.Module):
                 object.__setattr__(layer, "_active_adapter", [name] if has_it else [])
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Context in which the model is the base, as of a `PeftModel`, whose own one would freeze the critic."""
+        """Context in which the model is the base, as of a `PeftModel`, whose own one would
+        freeze the critic."""
         return self.adapter(None)
 
     def reference(self) -> AbstractContextManager[None]:
-        """Context in which the model is the reference: the base without an adapter, or its frozen adapter."""
+        """Context in which the model is the reference: the base without an adapter, or its
+        frozen adapter."""
         return self.adapter(self.reference_adapter)
 
     def add_frozen_adapter(self, name: str, config: PeftConfig, weights: dict[str, Tensor]) -> str:
-        """Load a frozen adapter onto the base and return its name; raise a `ValueError` if it does not fit."""
+        """Load a frozen adapter onto the base and return its name; raise a `ValueError` if it
+        does not fit."""
         name = f"frozen_{re.sub(r'[^0-9A-Za-z_]', '_', name)}_{len(self.policy.peft_config)}"
         name = add_adapter(self.policy, name, config)
         load_adapter_weights(self.policy, name, weights)
@@ -267,7 +315,8 @@ class ActorCritic(nn.Module):
     # ---- forwards ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call [`score_responses`] on sequences; on anything else, return the policy's output with its logits."""
+        """Call [`score_responses`] on sequences; on anything else, return the policy's output
+        with its logits."""
         if args and isinstance(args[0], Sequences):
             return self.score_responses(*args, **kwargs)
         return self.policy(*args, **kwargs)
@@ -280,19 +329,28 @@ class ActorCritic(nn.Module):
         with_kl: bool = False,
         with_values: bool = True,
     ) -> TokenScores:
-        """Score the response tokens; entropies, exact KLs from the reference, and values are computed if asked for.
+        """Score the response tokens; entropies, exact KLs from the reference, and values are
+        computed if asked for.
 
-        Gradients flow through everything that is computed. Without, an exact KL comes with the reference's log-probs.
+        Gradients flow through everything that is computed. Without, an exact KL comes with the
+        reference's log-probs.
         """
         ref_hidden = None
         if with_kl:
             with torch.no_grad(), self.reference():
                 ref_hidden = self._hidden_states(sequences.for_reference)
-        side = self.value_head if with_values and isinstance(self.value_head, SideCritic) else None
+        if with_values and isinstance(self.value_head, SideCritic):
+            side = self.value_head
+        else:
+            side = None
         hidden, *states = self._read_layers(sequences, [] if side is None else side.layers)
-        scores = self._project(hidden, sequences, temperature, with_entropy=with_entropy, ref_hidden=ref_hidden)
+        scores = self._project(
+            hidden, sequences, temperature, with_entropy=with_entropy, ref_hidden=ref_hidden
+        )
         if ref_hidden is not None and not torch.is_grad_enabled():
-            scores = scores._replace(ref_logprobs=self._project(ref_hidden, sequences, temperature).logprobs)
+            scores = scores._replace(
+                ref_logprobs=self._project(ref_hidden, sequences, temperature).logprobs
+            )
         if with_values and self.value_head is not None:
             if self.critic_adapter is not None:
                 with self.adapter(self.critic_adapter):
@@ -307,7 +365,8 @@ class ActorCritic(nn.Module):
         return scores.map(sequences.spread)
 
     def reference_logprobs(self, sequences: Sequences, temperature: float = 1.0) -> Tensor:
-        """Log-probs of the response tokens under the reference, `[batch, response]`, 0 at padding."""
+        """Log-probs of the response tokens under the reference, `[batch, response]`, 0 at
+        padding."""
         with self.reference():
             hidden = self._hidden_states(sequences.for_reference)
         return sequences.spread(self._project(hidden, sequences, temperature).logprobs)
@@ -321,30 +380,49 @@ class ActorCritic(nn.Module):
         return self._read_layers(sequences, [])[0]
 
     def _read_layers(self, sequences: Sequences, layers: list[int]) -> list[Tensor]:
-        """Last hidden states where response tokens are predicted, and those after layers, each `[tokens, hidden]`."""
-        packed, inputs = sequences.packed, dict[str, Any]()
+        """Last hidden states where response tokens are predicted, and those after layers, each
+        `[tokens, hidden]`."""
+        packed = sequences.packed
+        inputs = dict[str, Any]()
         packs = self.why_not_packed is None
         if packs:
-            # transformers makes no mask beside one of four axes; to find packed rows, it would wait for the device
+            # transformers makes no mask beside one of four axes; to find packed rows, it would wait
+            # for the device
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.starts.device)
-            inputs = {"position_ids": packed.position_ids[None], "attention_mask": mask, "packed": packed}
-        ids = packed.input_ids[None] if packs else packed.pad(packed.input_ids)  # no token reads a later one
+            inputs = {
+                "position_ids": packed.position_ids[None],
+                "attention_mask": mask,
+                "packed": packed,
+            }
+        # no token reads a later one
+        if packs:
+            ids = packed.input_ids[None]
+        else:
+            ids = packed.pad(packed.input_ids)
         kept = bool(layers) and (layers if SELECTS_STATES else True)
         outputs = self.trunk(ids, **inputs, use_cache=False, output_hidden_states=kept)
         read = [outputs.last_hidden_state, *(outputs.hidden_states[layer] for layer in layers)]
         read = [x[0] if x.dim() == 4 else x for x in read]  # the active stream of Gemma 3n
         return [(x[0] if packs else packed.unpad(x)).index_select(0, packed.reads) for x in read]
 
-    def _project(self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any) -> TokenScores:
+    def _project(
+        self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any
+    ) -> TokenScores:
         head = self.policy.get_base_model().get_output_embeddings()
-        tokens, scaled = sequences.pick(sequences.completion_ids), temperature / self._logit_scale
+        tokens = sequences.pick(sequences.completion_ids)
+        scaled = temperature / self._logit_scale
         with gathered([head.weight, head.bias]):
-            settings = {"bias": head.bias, "cap": self._logit_cap, "in_float32": self.cast_lm_head_to_fp32}
+            settings = {
+                "bias": head.bias,
+                "cap": self._logit_cap,
+                "in_float32": self.cast_lm_head_to_fp32,
+            }
             return token_logprobs(hidden, head.weight, tokens, scaled, **settings, **kwargs)
 
     @torch.no_grad()
     def check_logits(self) -> None:
-        """Raise an error, at the first rollout, if log-probs would have other logits, or the model reads padding.
+        """Raise an error, at the first rollout, if log-probs would have other logits, or the model
+        reads padding.
 
         In a constructor, device and dtype would not be final.
         """
@@ -357,21 +435,34 @@ class ActorCritic(nn.Module):
         head = base.get_output_embeddings()
         with gathered([head.weight, head.bias]):
             projected = head(hidden).float()
-        if (cap := self._logit_cap) is not None:
+        cap = self._logit_cap
+        if cap is not None:
             projected = cap * torch.tanh(projected / cap)
         # a scale or a cap rounds; NaN equals nothing
-        rtol = 0.0 if (self._logit_scale, cap) == (1, None) else 0.02
+        if (self._logit_scale, cap) == (1, None):
+            rtol = 0.0
+        else:
+            rtol = 0.02
         if not torch.allclose(self._logit_scale * projected, logits.float(), rtol=rtol, atol=0):
             if not logits.isfinite().all():  # float16 overflows
                 remedy = "check its weights, or load it in bfloat16"
-                raise ValueError(f"The logits of {type(base).__name__} must be finite, got NaN or inf; {remedy}.")
-            wrong = "changes its logits after the output projection, in a way that log-probs ignore; use another model"
+                raise ValueError(
+                    f"The logits of {type(base).__name__} must be finite, got NaN or inf; {remedy}."
+                )
+            wrong = (
+                "changes its logits after the output projection, in a way that log-probs ignore; "
+                "use another model"
+            )
             raise ValueError(f"{type(base).__name__} {wrong}.")
-        # a row that is padded on the left, as for sampling, or packed differs from the row alone by rounding only
+        # a row that is padded on the left, as for sampling, or packed differs from the row alone by
+        # rounding only
         rows = Sequences.from_token_ids([[3, 2, 1], [0]], [[0, 1], [1, 2, 3]], 0, self.device)
-        alone, mask = hidden[0, :3].float(), rows.attention_mask
+        alone = hidden[0, :3].float()
+        mask = rows.attention_mask
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        padded = self.trunk(rows.input_ids, attention_mask=mask, position_ids=positions, use_cache=False)[0][1, 2:-1]
+        padded = self.trunk(
+            rows.input_ids, attention_mask=mask, position_ids=positions, use_cache=False
+        )[0][1, 2:-1]
 
         def differs(states: Tensor) -> Tensor:
             return (states.float() - alone).norm().nan_to_num(torch.inf) > 0.1 * alone.norm()
@@ -381,13 +472,15 @@ class ActorCritic(nn.Module):
             take_packed_rows(base.config.get_text_config()._attn_implementation)
             if differs(self._hidden_states(rows)[2:]):
                 self.why_not_packed = f"{type(base).__name__} mixes rows that are packed"
-        if differs(padded) or differs(self._hidden_states(rows)[2:]):  # also padded on the right, if not packed
+        # also padded on the right, if not packed
+        if differs(padded) or differs(self._hidden_states(rows)[2:]):
             wrong = "does not ignore padding; use a causal model that reads the attention mask"
             raise ValueError(f"{type(base).__name__} {wrong}.")
         self._is_checked = True
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as a `PeftModel` does, in evaluation mode: layers that are recomputed in training keep no cache."""
+        """Generate as a `PeftModel` does, in evaluation mode: layers that are recomputed in
+        training keep no cache."""
         was_training = self.training
         self.eval()
         try:
@@ -396,29 +489,40 @@ class ActorCritic(nn.Module):
             self.train(was_training)
 
     @torch.no_grad()
-    def sample(self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig, **kwargs: Any) -> Tensor:
-        """Sample from the policy for a rollout, with nothing of the model's own generation config."""
-        self._activate(self.policy_adapter)  # threads of environments may have left contexts of others in any order
+    def sample(
+        self, input_ids: Tensor, attention_mask: Tensor, config: GenerationConfig, **kwargs: Any
+    ) -> Tensor:
+        """Sample from the policy for a rollout, with nothing of the model's own generation
+        config."""
+        # threads of environments may have left contexts of others in any order
+        self._activate(self.policy_adapter)
         base = self.policy.get_base_model()  # `PeftModel.generate` would restore that config
-        # transformers would fill unset fields from it, and sample from another distribution than the scored one
-        own, base.generation_config = base.generation_config, GenerationConfig()
-        # torch would copy the projection for each row of last states, which are a slice of the prompts' states
+        # transformers would fill unset fields from it, and sample from another distribution than
+        # the scored one
+        own = base.generation_config
+        base.generation_config = GenerationConfig()
+        # torch would copy the projection for each row of last states, which are a slice of the
+        # prompts' states
         head = base.get_output_embeddings()
         hook = head.register_forward_pre_hook(lambda head, args: (args[0].contiguous(),))
         try:
             with ExitStack() as stack:
-                # with a static cache, transformers compiles on a GPU, and would again for each new forward
+                # with a static cache, transformers compiles on a GPU, and would again for each new
+                # forward
                 if not config.cache_implementation:
                     stack.enter_context(fused(self.policy, self.policy_adapter))
                     if self.cast_lm_head_to_fp32:
                         stack.enter_context(in_float32(head))
-                return base.generate(input_ids, attention_mask=attention_mask, generation_config=config, **kwargs)
+                return base.generate(
+                    input_ids, attention_mask=attention_mask, generation_config=config, **kwargs
+                )
         finally:
             base.generation_config = own
             hook.remove()
 
     def train(self, mode: bool = True) -> "ActorCritic":
-        """Set the mode; of the policy only layers that may be recomputed train, so that updates score as rollouts do.
+        """Set the mode; of the policy only layers that may be recomputed train, so that updates
+        score as rollouts do.
 
         Others would add dropout or the noise of a router, or take a kernel that rounds otherwise.
         """
@@ -430,12 +534,16 @@ class ActorCritic(nn.Module):
 
     # ---- activation checkpointing, called by the Trainer ----
 
-    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict | None = None, **kwargs
+    ) -> None:
         """Recompute activations in the backward, each layer under the adapter it ran with."""
         settings = self._recompute_kwargs(activation_checkpointing_kwargs)
         self.policy.get_base_model().activation_checkpointing_enable(settings, **kwargs)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict | None = None, **kwargs
+    ) -> None:
         """Same as [`activation_checkpointing_enable`], called by transformers before 5.23."""
         settings = self._recompute_kwargs(gradient_checkpointing_kwargs)
         self.policy.get_base_model().gradient_checkpointing_enable(settings, **kwargs)
@@ -445,12 +553,17 @@ class ActorCritic(nn.Module):
         if self.critic_adapter is None:
             return kwargs
         if kwargs["use_reentrant"]:
-            needed = "must be False with a critic adapter, or recompute the critic's layers under the policy's adapter"
+            needed = (
+                "must be False with a critic adapter, or recompute the critic's layers under the "
+                "policy's adapter"
+            )
             raise ValueError(f"`use_reentrant` in `gradient_checkpointing_kwargs` {needed}.")
 
         def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
             active = self.active_adapter
             # the backward runs under the policy's adapter
-            return nullcontext(), nullcontext() if active == self.policy_adapter else self.adapter(active)
+            return nullcontext(), nullcontext() if active == self.policy_adapter else self.adapter(
+                active
+            )
 
         return kwargs | {"context_fn": contexts}

@@ -1,4 +1,5 @@
-"""Adapters and critics: on a base, and as files in a directory or on the Hub, a head next to its adapter."""
+"""Adapters and critics: on a base, and as files in a directory or on the Hub, a head next to its
+adapter."""
 
 import hashlib
 import json
@@ -23,7 +24,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 VALUE_HEAD = "value_head.safetensors"
 CRITIC_FOLDER = "critic"
 STATE = "ppo_state.json"  # the run's state besides weights, with its settings
-CRITIC_NUMBERS = "critic.json"  # next to a pretrained critic: its training and its explained variance
+# next to a pretrained critic: its training and its explained variance
+CRITIC_NUMBERS = "critic.json"
 SAMPLED_WEIGHTS = 16  # per tensor, in a digest
 SCORE_HEADS = ("score", "classifier")
 _OTHER_BASE = "Start from a critic of this base, or omit `critic_init`."
@@ -43,10 +45,15 @@ def check_fit(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> 
         raise ValueError(f"the model has no `{key}`.")
 
 
-def adapter_weights(policy: PeftModel, name: str, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Weights of an adapter under the names PEFT saves; `state_dict` holds gathered weights of a sharded model."""
+def adapter_weights(
+    policy: PeftModel, name: str, state_dict: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Weights of an adapter under the names PEFT saves; `state_dict` holds gathered weights of a
+    sharded model."""
     weights = dict(policy.named_parameters()) if state_dict is None else state_dict
-    return get_peft_model_state_dict(policy, state_dict=weights, adapter_name=name, save_embedding_layers=False)
+    return get_peft_model_state_dict(
+        policy, state_dict=weights, adapter_name=name, save_embedding_layers=False
+    )
 
 
 def load_adapter_weights(policy: PeftModel, name: str, weights: dict[str, Tensor]) -> None:
@@ -62,12 +69,16 @@ def adapter_parameters(policy: PeftModel, name: str) -> dict[str, nn.Parameter]:
     return dict(parameters[id(x)] for x in adapter_weights(policy, name).values())
 
 
-def add_adapter(policy: PeftModel, name: str, config: PeftConfig, keep_modules: bool = False) -> str:
-    """Add a frozen, inactive adapter and return its name; `keep_modules` copies `modules_to_save` as well."""
+def add_adapter(
+    policy: PeftModel, name: str, config: PeftConfig, keep_modules: bool = False
+) -> str:
+    """Add a frozen, inactive adapter and return its name; `keep_modules` copies
+    `modules_to_save` as well."""
     while name in policy.peft_config:
         name += "_"
     config = copy(config)
-    config.task_type, config.inference_mode = "CAUSAL_LM", False
+    config.task_type = "CAUSAL_LM"
+    config.inference_mode = False
     if not keep_modules:
         config.modules_to_save = None  # such as the score head of a reward adapter
     if hasattr(config, "init_lora_weights"):
@@ -88,7 +99,9 @@ def add_adapter(policy: PeftModel, name: str, config: PeftConfig, keep_modules: 
 
 def public_name(base: str) -> str:
     """Name of a base model for a shared file: only the last part of a path."""
-    return os.path.basename(os.path.normpath(base)) if os.path.isdir(base) else base
+    if os.path.isdir(base):
+        return os.path.basename(os.path.normpath(base))
+    return base
 
 
 class AdapterFiles(NamedTuple):
@@ -96,25 +109,32 @@ class AdapterFiles(NamedTuple):
 
     config: PeftConfig
     weights: dict[str, Tensor]  # without heads
-    head: dict[str, Tensor]  # weight and bias of the score head that was saved with it; empty without one
+    # weight and bias of the score head that was saved with it; empty without one
+    head: dict[str, Tensor]
 
 
 def find_file(path: str, name: str, folder: str = "") -> str | None:
     """A file of an adapter, from a directory or the Hub."""
     if os.path.isdir(path):
         local = os.path.join(path, folder, name)
-        return local if os.path.isfile(local) else None
+        if os.path.isfile(local):
+            return local
+        return None
     try:
         return hf_hub_download(path, name, subfolder=folder or None)
     except RemoteEntryNotFoundError:
         return None
     except (OSError, HFValidationError) as error:
         needed = "a directory, or a repository on the Hub that can be reached"
-        raise ValueError(f"`{path}` must be {needed} ({error}); check the path and the connection.") from None
+        raise ValueError(
+            f"`{path}` must be {needed} ({error}); check the path and the connection."
+        ) from None
 
 
 def _damaged(file: str, error: Exception) -> ValueError:
-    return ValueError(f"`{file}` cannot be read ({type(error).__name__}: {error}); copy or save it anew.")
+    return ValueError(
+        f"`{file}` cannot be read ({type(error).__name__}: {error}); copy or save it anew."
+    )
 
 
 def read_weights(file: str) -> dict[str, Tensor]:
@@ -138,17 +158,26 @@ def read_adapter_config(path: str, folder: str = "") -> PeftConfig | None:
 
 def read_adapter(path: str, folder: str = "") -> AdapterFiles:
     """Read an adapter; only safetensors are read."""
-    place = os.path.join(path, folder) if folder else path
+    if folder:
+        place = os.path.join(path, folder)
+    else:
+        place = path
     config = read_adapter_config(path, folder)
     if config is None:
         raise ValueError(f"`{place}` has no {ADAPTER_CONFIG}; it is not a PEFT adapter.")
     if getattr(config, "bias", "none") != "none":
         wrong = f"has `bias={config.bias!r}`: it would put its biases into the base of all roles"
-        raise ValueError(f"The adapter `{place}` {wrong}. Train it with `bias='none'`, or merge it into its base.")
+        raise ValueError(
+            f"The adapter `{place}` {wrong}. Train it with `bias='none'`, or merge it into its "
+            "base."
+        )
     weights_file = find_file(path, ADAPTER_WEIGHTS, folder)
     if weights_file is None:
-        raise ValueError(f"`{place}` has no {ADAPTER_WEIGHTS}; only safetensors are read. Save it anew.")
-    weights, head = read_weights(weights_file), {}
+        raise ValueError(
+            f"`{place}` has no {ADAPTER_WEIGHTS}; only safetensors are read. Save it anew."
+        )
+    weights = read_weights(weights_file)
+    head = {}
     for key in list(weights):
         if any(f".{name}." in key for name in SCORE_HEADS) and "lora_" not in key:
             head[key.split(".")[-1]] = weights.pop(key)
@@ -157,19 +186,31 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
 
 def check_same_base(path: str, trained_on: str | None, base: str, remedy: str) -> None:
     """Raise an error for an adapter or a critic that was trained on another base."""
-    same = trained_on == base or (os.path.isdir(base) and os.path.realpath(trained_on or "") == os.path.realpath(base))
+    same = trained_on == base or (
+        os.path.isdir(base) and os.path.realpath(trained_on or "") == os.path.realpath(base)
+    )
     if not (base and same):
-        names = f"{trained_on or 'a base without a name'!r}, the policy's base is {base or 'without a name'!r}"
-        raise ValueError(f"`{path}` was trained on {names}; it works only on its own base. {remedy}")
+        names = (
+            f"{trained_on or 'a base without a name'!r}, the policy's base is "
+            f"{base or 'without a name'!r}"
+        )
+        raise ValueError(
+            f"`{path}` was trained on {names}; it works only on its own base. {remedy}"
+        )
 
 
 def kind_of_critic(head: dict[str, Tensor], has_adapter: bool) -> str:
     """Value of `PPOConfig.critic` for saved weights of a value head."""
-    return "adapter" if has_adapter else "side" if {"first.weight", "inputs.weight"} & {*head} else "head"
+    if has_adapter:
+        return "adapter"
+    if {"first.weight", "inputs.weight"} & {*head}:
+        return "side"
+    return "head"
 
 
 def check_gamma(path: str, gamma: float) -> None:
-    """Raise an error for a critic of returns with another discount factor, if its folder records it."""
+    """Raise an error for a critic of returns with another discount factor, if its folder records
+    it."""
     for name in (CRITIC_NUMBERS, STATE):
         file = find_file(path, name)
         if file is None:
@@ -181,14 +222,18 @@ def check_gamma(path: str, gamma: float) -> None:
             raise _damaged(file, error) from error
         if trained_with not in (None, gamma):
             raise ValueError(
-                f"`critic_init={path!r}` predicts returns of `gamma={trained_with}`, and `gamma` is {gamma}; set "
-                f"`gamma={trained_with}`, or pretrain another."
+                f"`critic_init={path!r}` predicts returns of `gamma={trained_with}`, and `gamma` "
+                f"is {gamma}; set `gamma={trained_with}`, or pretrain another."
             )
         return
 
 
 def read_critic(
-    path: str, critic: str, base: str, label: int | str | list | None = None, gamma: float | None = None
+    path: str,
+    critic: str,
+    base: str,
+    label: int | str | list | None = None,
+    gamma: float | None = None,
 ) -> tuple[dict[str, Tensor], AdapterFiles | None]:
     """Read the value head that `critic_init` names, and the critic's adapter if it has one."""
     head_file = find_file(path, VALUE_HEAD)
@@ -198,11 +243,17 @@ def read_critic(
         kind = kind_of_critic(head, read_adapter_config(path, CRITIC_FOLDER) is not None)
         if kind != critic:
             kinds = f"a critic of the kind {kind!r}, and `critic` is {critic!r}"
-            raise ValueError(f"`critic_init={path!r}` holds {kinds}; set `critic={kind!r}`, or pretrain another.")
+            raise ValueError(
+                f"`critic_init={path!r}` holds {kinds}; set `critic={kind!r}`, or pretrain another."
+            )
         if gamma is not None:
             check_gamma(path, gamma)
-        files = read_adapter(path, CRITIC_FOLDER) if kind == "adapter" else None
-        # without an adapter of its own, the policy next to the head names the base, or the record of its training
+        if kind == "adapter":
+            files = read_adapter(path, CRITIC_FOLDER)
+        else:
+            files = None
+        # without an adapter of its own, the policy next to the head names the base, or the record
+        # of its training
         config = read_adapter_config(path) if files is None else files.config
         if config is not None:
             check_same_base(path, config.base_model_name_or_path, base, _OTHER_BASE)
@@ -215,16 +266,23 @@ def read_critic(
     reward = None if read_adapter_config(path) is None else read_adapter(path)
     if reward is None or "weight" not in reward.head:
         wrong = f"has neither a {VALUE_HEAD} nor an adapter with a score head"
-        raise ValueError(f"`critic_init={path!r}` {wrong}; name a saved critic or a reward adapter.")
+        raise ValueError(
+            f"`critic_init={path!r}` {wrong}; name a saved critic or a reward adapter."
+        )
     if critic != "adapter":
-        raise ValueError(f"`critic_init={path!r}` is a reward adapter, which needs `critic='adapter'`.")
+        raise ValueError(
+            f"`critic_init={path!r}` is a reward adapter, which needs `critic='adapter'`."
+        )
     check_same_base(path, reward.config.base_model_name_or_path, base, _OTHER_BASE)
     if isinstance(label, list):  # those of the rewards
         label = None
-    rows, row = len(reward.head["weight"]), cast(int, label or 0)
+    rows = len(reward.head["weight"])
+    row = cast(int, label or 0)
     if (rows > 1 and label is None) or row not in range(rows):
         given = f"has {rows} labels, and `reward_label` is {label}"
-        raise ValueError(f"The score head of `critic_init={path!r}` {given}; pick one of 0 to {rows - 1}.")
+        raise ValueError(
+            f"The score head of `critic_init={path!r}` {given}; pick one of 0 to {rows - 1}."
+        )
     head = {key: x[row : row + 1].float() for key, x in reward.head.items()}
     return {"bias": torch.zeros(1)} | head, reward
 
@@ -239,7 +297,10 @@ def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[st
     """Write an adapter as PEFT does, with these weights by parameter name."""
     tensors = adapter_weights(policy, name, weights)
     if not tensors:
-        remedy = "call `save_model()` before `merge_and_unload()` or `unload()`, or save what they return"
+        remedy = (
+            "call `save_model()` before `merge_and_unload()` or `unload()`, or save what they "
+            "return"
+        )
         raise ValueError(f"The policy has no adapter any more; {remedy}.")
     os.makedirs(output_dir, exist_ok=True)
     config = copy(policy.peft_config[name])

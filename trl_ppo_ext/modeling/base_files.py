@@ -21,16 +21,19 @@ PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def check_base_is_in_its_files(model: Any) -> None:
     """Raise a `ValueError` if weights of a base differ from the files that its config names.
 
-    Three rows of each tensor are compared. Tensors that are quantized, or have other names in the files, are not, nor
-    is a base whose files are not on this machine.
+    Three rows of each tensor are compared. Tensors that are quantized, or have other names in the
+    files, are not, nor is a base whose files are not on this machine.
     """
     name = model.config._name_or_path
-    differing = sorted(_differing(model, _files_of_weights(name, getattr(model.config, "_commit_hash", None))))
+    differing = sorted(
+        _differing(model, _files_of_weights(name, getattr(model.config, "_commit_hash", None)))
+    )
     if differing:
         raise ValueError(
-            f"`model` must have the weights of its files in `{name}`, which its adapter will name as the base, got "
-            f"{len(differing)} others, e.g. `{differing[0]}`. If you merged an adapter or resized the embedding, save "
-            "the model with its tokenizer by `save_pretrained`, and load it from there."
+            f"`model` must have the weights of its files in `{name}`, which its adapter will name "
+            f"as the base, got {len(differing)} others, e.g. `{differing[0]}`. If you merged an "
+            "adapter or resized the embedding, save the model with its tokenizer by "
+            "`save_pretrained`, and load it from there."
         )
 
 
@@ -40,17 +43,23 @@ def _files_of_weights(name: str, revision: str | None) -> dict[str, str]:
     def find(file: str) -> str | None:
         if os.path.isdir(name):
             path = os.path.join(name, file)
-            return path if os.path.isfile(path) else None
+            if os.path.isfile(path):
+                return path
+            return None
         try:
             cached = try_to_load_from_cache(name, file, revision=revision)
         except HFValidationError:  # neither a directory nor an id, e.g. empty
             return None
-        return cached if isinstance(cached, str) else None
+        if isinstance(cached, str):
+            return cached
+        return None
 
-    if (path := find(SAFE_WEIGHTS_NAME)) is not None:
+    path = find(SAFE_WEIGHTS_NAME)
+    if path is not None:
         with safe_open(path, "pt") as stored:
             return dict.fromkeys(stored.keys(), path)
-    if (path := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
+    path = find(SAFE_WEIGHTS_INDEX_NAME)
+    if path is None:
         return {}
     shards = json.loads(Path(path).read_text())["weight_map"]
     found = {shard: find(shard) for shard in set(shards.values())}
@@ -59,21 +68,31 @@ def _files_of_weights(name: str, revision: str | None) -> dict[str, str]:
 
 def _differing(model: Any, files: dict[str, str]) -> Iterator[str]:
     """Names of plain weights of the base that differ from the files."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(model, PeftModel):
+        base = model.get_base_model()
+    else:
+        base = model
     with ExitStack() as stack:
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in set(files.values())}
         for name, parameter in base.named_parameters():
-            # the name that it has without an adapter; files of the decoder alone do not have its prefix
+            # the name that it has without an adapter; files of the decoder alone do not have its
+            # prefix
             name = name.replace(".base_layer", "").replace(".original_module", "")
-            key = name if name in files else name.removeprefix(f"{base.base_model_prefix}.")
+            if name in files:
+                key = name
+            else:
+                key = name.removeprefix(f"{base.base_model_prefix}.")
             if key in files and _is_plain(parameter):
                 stored = opened[files[key]].get_slice(key)
-                if [*parameter.shape] != stored.get_shape() or not _same_rows(parameter.detach(), stored):
+                if [*parameter.shape] != stored.get_shape() or not _same_rows(
+                    parameter.detach(), stored
+                ):
                     yield name
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    """Whether it is a whole tensor of numbers: neither quantized, nor elsewhere (as with ZeRO-3)."""
+    """Whether it is a whole tensor of numbers: neither quantized, nor elsewhere (as with
+    ZeRO-3)."""
     is_whole = parameter.dim() > 0 and parameter.numel() > 0 and not parameter.is_meta
     return is_whole and type(parameter.data) is Tensor and parameter.dtype in PLAIN_DTYPES
 

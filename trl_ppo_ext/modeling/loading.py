@@ -43,8 +43,11 @@ from .critics import new_critic
 
 logger = logging.get_logger(__name__)
 
-# linear layers that PEFT does not adapt, of which only the weight is read, or that return several tensors
-NOT_ADAPTED = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), r".*\.(out_proj|dt_proj)")
+# linear layers that PEFT does not adapt, of which only the weight is read, or that return several
+# tensors
+NOT_ADAPTED = dict.fromkeys(
+    ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), r".*\.(out_proj|dt_proj)"
+)
 NOT_ADAPTED |= {"jamba": r".*\.dt_proj", "phimoe": r".*\.router", "llama4_text": r".*\.router"}
 
 
@@ -52,92 +55,138 @@ def compute_dtype(args: PPOConfig) -> torch.dtype:
     """Dtype in which a frozen base is stored and computes."""
     if args.bf16:
         return torch.bfloat16
-    return torch.float16 if args.fp16 else torch.float32
+    if args.fp16:
+        return torch.float16
+    return torch.float32
 
 
 def default_peft_config() -> LoraConfig:
     """LoRA of rank 16 on every linear layer except the output projection."""
-    return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
 
 
 def add_policy_adapter(model: Any, config: PeftConfig) -> PeftModel:
-    """Add a new adapter to a base; `"all-linear"` excludes layers that text does not run through, or not as such."""
+    """Add a new adapter to a base; `"all-linear"` excludes layers that text does not run
+    through, or not as such."""
     if getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
-        config, decoder = copy(config), model.get_decoder()
+        config = copy(config)
+        decoder = model.get_decoder()
         read = {*decoder.modules(), model.get_output_embeddings()}
         config.exclude_modules = NOT_ADAPTED.get(model.config.model_type)
-        if isinstance(decoder, PreTrainedModel) and {x for x in model.modules() if isinstance(x, nn.Linear)} - read:
+        if (
+            isinstance(decoder, PreTrainedModel)
+            and {x for x in model.modules() if isinstance(x, nn.Linear)} - read
+        ):
             name = next(name for name, x in model.named_modules() if x is decoder)
             config.exclude_modules = rf"(?!{re.escape(name)}\.).*"  # e.g. a vision tower
     return get_peft_model(model, config)
 
 
 def check_model_arguments(
-    model: Any, args: PPOConfig, quantization_config: BitsAndBytesConfig | None, peft_config: PeftConfig | str | None
+    model: Any,
+    args: PPOConfig,
+    quantization_config: BitsAndBytesConfig | None,
+    peft_config: PeftConfig | str | None,
 ) -> None:
     """Raise an error for combinations that do not work, before anything is loaded."""
     if not isinstance(model, str | PreTrainedModel | PeftModel):
-        raise TypeError(f"`model` must be a model or the id or path of one, got {type(model).__name__}.")
+        raise TypeError(
+            f"`model` must be a model or the id or path of one, got {type(model).__name__}."
+        )
     if isinstance(model, str):
         if os.path.isfile(os.path.join(model, ADAPTER_CONFIG)):
             remedy = "pass its base, and this path as `peft_config` (`adapter_name_or_path`)"
             raise ValueError(f"`model={model!r}` is a saved adapter; {remedy}.")
     else:
         if quantization_config is not None:
-            raise ValueError("`quantization_config` has no effect on a loaded model; pass the model's id.")
+            raise ValueError(
+                "`quantization_config` has no effect on a loaded model; pass the model's id."
+            )
         if args.model_init_kwargs is not None:
-            logger.warning("`model_init_kwargs` has no effect on a loaded %s.", type(model).__name__)
+            logger.warning(
+                "`model_init_kwargs` has no effect on a loaded %s.", type(model).__name__
+            )
         if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
             raise ValueError(
-                f"`model` must be a causal language model with its output projection, and no encoder, got "
-                f"{type(model).__name__}; load it with `AutoModelForCausalLM`."
+                "`model` must be a causal language model with its output projection, and no "
+                f"encoder, got {type(model).__name__}; load it with `AutoModelForCausalLM`."
             )
     if not isinstance(peft_config, PeftConfig | str | None):
-        raise TypeError(f"`peft_config` must be a `PeftConfig`, path or id, got {type(peft_config).__name__}.")
+        raise TypeError(
+            f"`peft_config` must be a `PeftConfig`, path or id, got {type(peft_config).__name__}."
+        )
     config = _starting_config(model, peft_config)
     if config is None:
         return
     if config.is_prompt_learning:
-        raise ValueError(f"`peft_config` must adapt the layers, got {config.peft_type}; use `LoraConfig`.")
+        raise ValueError(
+            f"`peft_config` must adapt the layers, got {config.peft_type}; use `LoraConfig`."
+        )
     if config.peft_type == PeftType.ADALORA or getattr(config, "layer_replication", None):
-        raise ValueError("`peft_config` must not be AdaLoRA, nor have `layer_replication`; use another `LoraConfig`.")
+        raise ValueError(
+            "`peft_config` must not be AdaLoRA, nor have `layer_replication`; use another "
+            "`LoraConfig`."
+        )
     if getattr(config, "alora_invocation_tokens", None):
-        raise ValueError("`alora_invocation_tokens` must be None: other prompts would train nothing; remove it.")
-    if (bias := getattr(config, "bias", "none")) != "none":
-        raise ValueError(f"`bias` of the adapter must be 'none', got {bias!r}: biases of the base are shared.")
+        raise ValueError(
+            "`alora_invocation_tokens` must be None: other prompts would train nothing; remove it."
+        )
+    bias = getattr(config, "bias", "none")
+    if bias != "none":
+        raise ValueError(
+            f"`bias` of the adapter must be 'none', got {bias!r}: biases of the base are shared."
+        )
 
 
 def _starting_config(model: Any, peft_config: Any) -> Any:
     """Config of the adapter that starts the policy; raise an error if `model` must not get it."""
     if isinstance(model, PeftModel):
         if peft_config is not None:
-            raise ValueError("`peft_config` must be None when `model` has an adapter; or pass the base model.")
+            raise ValueError(
+                "`peft_config` must be None when `model` has an adapter; or pass the base model."
+            )
         if len(model.active_adapters) > 1:
             raise ValueError(
-                f"`model` must have one active adapter, the policy, got {model.active_adapters}; call "
-                "`model.set_adapter(name)`, or merge the others into the base and save it."
+                f"`model` must have one active adapter, the policy, got {model.active_adapters}; "
+                "call `model.set_adapter(name)`, or merge the others into the base and save it."
             )
         return model.active_peft_config
-    if not isinstance(model, str) and any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-        remedy = "pass the base and the adapter's path as `peft_config`; after another trainer, `unload()` its model"
+    if not isinstance(model, str) and any(
+        isinstance(module, BaseTunerLayer) for module in model.modules()
+    ):
+        remedy = (
+            "pass the base and the adapter's path as `peft_config`; after another trainer, "
+            "`unload()` its model"
+        )
         raise ValueError(f"`model` holds an adapter, but is not a `PeftModel`; {remedy}.")
     if isinstance(peft_config, str):
         config = read_adapter_config(peft_config)
         if config is None:
-            raise ValueError(f"`peft_config={peft_config!r}` has no adapter_config.json; name a saved adapter.")
+            raise ValueError(
+                f"`peft_config={peft_config!r}` has no adapter_config.json; name a saved adapter."
+            )
         if trained_on := config.base_model_name_or_path:
             remedy = "If the weights are the same, pass a `PeftModel` with the adapter as `model`."
             check_same_base(peft_config, trained_on, getattr(model, "name_or_path", model), remedy)
         return config
-    if (initial := getattr(peft_config, "init_lora_weights", True)) not in (True, "gaussian"):
-        raise ValueError(f"`init_lora_weights={initial!r}` changes the base, the reference; use True or 'gaussian'.")
+    initial = getattr(peft_config, "init_lora_weights", True)
+    if initial not in (True, "gaussian"):
+        raise ValueError(
+            f"`init_lora_weights={initial!r}` changes the base, the reference; use True or "
+            "'gaussian'."
+        )
     return peft_config
 
 
 def model_kwargs(args: PPOConfig) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained` that the config holds."""
-    kwargs = {"trust_remote_code": args.trust_remote_code} | cast(dict, args.model_init_kwargs or {})
-    return {"dtype" if name == "torch_dtype" else name: x for name, x in kwargs.items()}  # as before transformers 5
+    kwargs = {"trust_remote_code": args.trust_remote_code} | cast(
+        dict, args.model_init_kwargs or {}
+    )
+    # as before transformers 5
+    return {"dtype" if name == "torch_dtype" else name: x for name, x in kwargs.items()}
 
 
 def hub_kwargs(args: PPOConfig) -> dict[str, Any]:
@@ -152,32 +201,44 @@ def load_config(argument: str, name: str, kwargs: dict[str, Any]) -> PreTrainedC
         return AutoConfig.from_pretrained(name, **kwargs)
     except (OSError, HFValidationError) as error:
         cause = shortened(str(error).splitlines()[0], 160)
-        given = f"got {name!r} ({cause}); check its spelling and the connection, or log in (`hf auth login`)"
-        raise ValueError(f"`{argument}` must be a directory or a model on the Hub, {given}.") from None
+        given = (
+            f"got {name!r} ({cause}); check its spelling and the connection, or log in (`hf auth "
+            "login`)"
+        )
+        raise ValueError(
+            f"`{argument}` must be a directory or a model on the Hub, {given}."
+        ) from None
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Class that loads a model with its output projection: some have images, too, and no class for text alone."""
+    """Class that loads a model with its output projection: some have images, too, and no class
+    for text alone."""
     has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if has_own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
-    return (
-        AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
-    )
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def name_of_loader(model: PreTrainedModel) -> str:
-    """Name of the class of transformers with which a model of this class, and not a part of it, is loaded."""
+    """Name of the class of transformers with which a model of this class, and not a part of it,
+    is loaded."""
     kinds = {"AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING}
     kinds["AutoModelForImageTextToText"] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     for name, classes in kinds.items():
         if classes.get(type(model.config), None) is type(model):
             return name
-    return "AutoModelForCausalLM" if model.is_remote_code() else type(model).__name__
+    if model.is_remote_code():
+        return "AutoModelForCausalLM"
+    return type(model).__name__
 
 
 def load_base(
-    model_id: str, args: PPOConfig, quantization_config: BitsAndBytesConfig | None, device: torch.device
+    model_id: str,
+    args: PPOConfig,
+    quantization_config: BitsAndBytesConfig | None,
+    device: torch.device,
 ) -> PreTrainedModel:
     """Load a base for a run, quantized on its device."""
     kwargs = {"dtype": compute_dtype(args)} | model_kwargs(args)
@@ -185,8 +246,13 @@ def load_base(
         quantization_config = copy(quantization_config)
         # the default of bitsandbytes, slow where bf16 is fast; other quantizers have none
         if getattr(quantization_config, "bnb_4bit_compute_dtype", None) == torch.float32:
-            dtype = compute_dtype(args) if kwargs["dtype"] == "auto" else kwargs["dtype"]
-            quantization_config.bnb_4bit_compute_dtype = getattr(torch, str(dtype).removeprefix("torch."))
+            if kwargs["dtype"] == "auto":
+                dtype = compute_dtype(args)
+            else:
+                dtype = kwargs["dtype"]
+            quantization_config.bnb_4bit_compute_dtype = getattr(
+                torch, str(dtype).removeprefix("torch.")
+            )
         # quantized weights cannot be moved afterwards
         kwargs = {"quantization_config": quantization_config, "device_map": {"": device}} | kwargs
     auto = auto_class(AutoConfig.from_pretrained(model_id, **hub_kwargs(args)))
@@ -196,18 +262,23 @@ def load_base(
 
 
 def check_loaded(model_id: str, report: Mapping[str, Any], needed: str) -> None:
-    """Raise a `ValueError` for weights that the files lack: `from_pretrained` draws them at random."""
+    """Raise a `ValueError` for weights that the files lack: `from_pretrained` draws them at
+    random."""
     missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if missing:
-        wrong = f"its files lack {len(missing)} weights, which would be random: {', '.join(missing[:4])}"
+        wrong = (
+            f"its files lack {len(missing)} weights, which would be random: "
+            f"{', '.join(missing[:4])}"
+        )
         raise ValueError(f"`{model_id}` must be {needed}, but {wrong}; use another checkpoint.")
 
 
 def _prepare_modules(model: nn.Module) -> None:
-    """Disable dropout of layers that are recomputed, and keep 4-bit ones on the kernel that has a backward."""
+    """Disable dropout of layers that are recomputed, and keep 4-bit ones on the kernel that has
+    a backward."""
     for module in model.modules():
-        # on CPUs with AVX512-BF16, bitsandbytes repacks `Linear4bit` weights at the first forward without gradients,
-        # and later training forwards lose their gradient without an error
+        # on CPUs with AVX512-BF16, bitsandbytes repacks `Linear4bit` weights at the first forward
+        # without gradients, and later training forwards lose their gradient without an error
         if hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (typed as a tensor or a module)
         # functional dropout and layer dropout: the rate is an attribute, or read from the config
@@ -225,19 +296,27 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
         policy = model
         # the user's own save must not publish the adapters of other roles, which are added later
         if not isinstance(policy.save_pretrained, partial):  # otherwise by an earlier trainer
-            policy.save_pretrained = partial(policy.save_pretrained, selected_adapters=[*policy.peft_config])
+            policy.save_pretrained = partial(
+                policy.save_pretrained, selected_adapters=[*policy.peft_config]
+            )
     elif isinstance(peft_config, str):
         policy = PeftModel.from_pretrained(model, peft_config, is_trainable=True)
     else:
         config = peft_config or default_peft_config()
         if config.task_type != TaskType.CAUSAL_LM:  # by which a reload chooses its class
             if config.task_type is not None:
-                logger.warning("`task_type=%s` of `peft_config` is set to CAUSAL_LM.", config.task_type)
+                logger.warning(
+                    "`task_type=%s` of `peft_config` is set to CAUSAL_LM.", config.task_type
+                )
             config = copy(config)
             config.task_type = TaskType.CAUSAL_LM
         for name, rate in vars(config).items():
             if "dropout" in name and rate:
-                logger.warning("`%s=%s` of `peft_config` is set to 0: log-probs must be repeatable.", name, rate)
+                logger.warning(
+                    "`%s=%s` of `peft_config` is set to 0: log-probs must be repeatable.",
+                    name,
+                    rate,
+                )
         policy = add_policy_adapter(model, config)
     try:
         adapter_parameters(policy, policy.active_adapter)
@@ -245,20 +324,25 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
         kind = policy.active_peft_config.peft_type
         if getattr(policy.active_peft_config, "ensure_weight_tying", False):
             raise ValueError(
-                "`ensure_weight_tying=True` of `peft_config` adapts the output projection with the embedding; remove "
-                "it."
+                "`ensure_weight_tying=True` of `peft_config` adapts the output projection with "
+                "the embedding; remove it."
             ) from error
-        raise ValueError(f"{kind} saves other tensors than its trained weights; use `LoraConfig`.") from error
+        raise ValueError(
+            f"{kind} saves other tensors than its trained weights; use `LoraConfig`."
+        ) from error
     text_config = policy.config.get_text_config()
-    if text_config.tie_word_embeddings and isinstance(policy.get_input_embeddings(), BaseTunerLayer):
+    if text_config.tie_word_embeddings and isinstance(
+        policy.get_input_embeddings(), BaseTunerLayer
+    ):
         logger.warning(
-            "The adapter is on the embedding, whose weight is the output projection, too: publish the adapter, since "
-            "`merge_and_unload` changes both, and the merged model has other logits; or use a base without tied "
-            "weights."
+            "The adapter is on the embedding, whose weight is the output projection, too: publish "
+            "the adapter, since `merge_and_unload` changes both, and the merged model has other "
+            "logits; or use a base without tied weights."
         )
     if isinstance(policy.get_output_embeddings(), BaseTunerLayer | AuxiliaryTrainingWrapper):
         remedy = (
-            "remove `lm_head` from `target_modules` and `modules_to_save`, or `trainable_token_indices` of tied ones"
+            "remove `lm_head` from `target_modules` and `modules_to_save`, or "
+            "`trainable_token_indices` of tied ones"
         )
         raise ValueError(f"The adapter must not be on the output projection; {remedy}.")
     return policy, is_trained
@@ -271,7 +355,8 @@ def load_actor_critic(
     peft_config: PeftConfig | str | None = None,
     device: torch.device | str = "cpu",
 ) -> ActorCritic:
-    """Build the actor-critic: a frozen base, the policy's adapter, and the critic that the config names."""
+    """Build the actor-critic: a frozen base, the policy's adapter, and the critic that the
+    config names."""
     if isinstance(model, str):
         model = load_base(model, args, quantization_config, torch.device(device))
     else:
@@ -286,9 +371,12 @@ def load_actor_critic(
         load_adapter_weights(policy, reference, adapter_weights(policy, policy.active_adapter))
 
     # 2. the critic's adapter: of the policy's config, or of the one it starts from
-    critic, start = args.critic, args.critic_init
+    critic = args.critic
+    start = args.critic_init
     if start is not None:
-        saved_head, files = read_critic(start, critic, policy.config._name_or_path, args.reward_label, args.gamma)
+        saved_head, files = read_critic(
+            start, critic, policy.config._name_or_path, args.reward_label, args.gamma
+        )
     if critic == "adapter":
         critic_adapter = add_adapter(policy, "critic", config if files is None else files.config)
 
@@ -301,27 +389,48 @@ def load_actor_critic(
     _prepare_modules(policy)
 
     # 3. the critic's head
-    length = args.max_completion_length if critic == "side" else None
-    head = None if critic == "none" else new_critic(policy, bool(args.normalize_values), length)
+    if critic == "side":
+        length = args.max_completion_length
+    else:
+        length = None
+    if critic == "none":
+        head = None
+    else:
+        head = new_critic(policy, bool(args.normalize_values), length)
     if head is not None and saved_head is not None:
         try:
             if critic_adapter is not None and files is not None:
                 load_adapter_weights(policy, critic_adapter, files.weights)
             head.load_saved(saved_head)
         except ValueError as error:
-            raise ValueError(f"The critic of `critic_init={start!r}` does not fit the model: {error}") from None
+            raise ValueError(
+                f"The critic of `critic_init={start!r}` does not fit the model: {error}"
+            ) from None
     settings = args.critic_options.backprop, args.cast_lm_head_to_fp32
     return ActorCritic(policy, head, reference, critic_adapter, *settings)
 
 
-def check_optimizers(optimizer: torch.optim.Optimizer | None, scheduler: Any, actor_critic: ActorCritic) -> None:
-    """Add the critic to a given optimizer; raise an error if it lacks another weight, or is not the scheduler's."""
+def check_optimizers(
+    optimizer: torch.optim.Optimizer | None, scheduler: Any, actor_critic: ActorCritic
+) -> None:
+    """Add the critic to a given optimizer; raise an error if it lacks another weight, or is not
+    the scheduler's."""
     if not any(x.requires_grad for x in actor_critic.policy_parameters().values()):
-        raise ValueError("`reward_funcs` shares its layers with `model`, and freezes its adapter; load another model.")
+        raise ValueError(
+            "`reward_funcs` shares its layers with `model`, and freezes its adapter; load another "
+            "model."
+        )
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ValueError("The scheduler in `optimizers` must be of the optimizer in it; or set `lr_scheduler_type`.")
+        raise ValueError(
+            "The scheduler in `optimizers` must be of the optimizer in it; or set "
+            "`lr_scheduler_type`."
+        )
     present = {id(x) for group in getattr(optimizer, "param_groups", ()) for x in group["params"]}
-    missing = {name: x for name, x in actor_critic.named_parameters() if x.requires_grad and id(x) not in present}
+    missing = {
+        name: x
+        for name, x in actor_critic.named_parameters()
+        if x.requires_grad and id(x) not in present
+    }
     critic = {id(x) for x in actor_critic.critic_parameters().values()}
     if optimizer is None or not missing:
         return
@@ -329,4 +438,5 @@ def check_optimizers(optimizer: torch.optim.Optimizer | None, scheduler: Any, ac
         weights = f"`{[*missing][-1]}` and {len(missing) - 1} others"
         raise ValueError(f"`optimizers` lacks {weights}; set `optim` and `learning_rate` instead.")
     rate = getattr(actor_critic.value_head, "learning_rate", None) or optimizer.defaults["lr"]
-    optimizer.add_param_group({"params": [*missing.values()], "lr": rate})  # no script could have the critic
+    # no script could have the critic
+    optimizer.add_param_group({"params": [*missing.values()], "lr": rate})

@@ -1,6 +1,7 @@
 """Log-probs, entropies and KL divergences from hidden states.
 
-Logits over the vocabulary exist for one chunk of rows at a time, in the forward and in the backward.
+Logits over the vocabulary exist for one chunk of rows at a time, in the forward and in the
+backward.
 """
 
 import math
@@ -15,11 +16,13 @@ from transformers import PreTrainedConfig
 
 # Logits per chunk. On a CPU a chunk should fit the caches; a GPU needs large products.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
-BLOCK = 2**21  # weights that are cast to float32 at a time, where no product of 16 bits is kept in float32
+# weights that are cast to float32 at a time, where no product of 16 bits is kept in float32
+BLOCK = 2**21
 
 
 class TokenScores(NamedTuple):
-    """Scores of sampled tokens in float32 and nats: `[batch, response]` with 0 at padding, or `[tokens]`."""
+    """Scores of sampled tokens in float32 and nats: `[batch, response]` with 0 at padding, or
+    `[tokens]`."""
 
     logprobs: Tensor  # log-prob of the token at the sampling temperature
     # None if not computed; annotated as present, for the code that computes them
@@ -39,7 +42,8 @@ class TokenScores(NamedTuple):
 
 
 def logit_scale_and_cap(config: PreTrainedConfig) -> tuple[float, float | None]:
-    """Scale and cap of a model's logits, which are scale·cap·tanh(z/cap) of the output projection z."""
+    """Scale and cap of a model's logits, which are scale·cap·tanh(z/cap) of the output
+    projection z."""
     config = config.get_text_config()
     factors = "logit_scale", "lm_head_multiplier"  # of Cohere, Falcon-H1
     scale = math.prod(getattr(config, name, None) or 1.0 for name in factors)
@@ -50,7 +54,8 @@ def logit_scale_and_cap(config: PreTrainedConfig) -> tuple[float, float | None]:
 
 @lru_cache
 def _keeps_float32(device_type: str, dtype: torch.dtype) -> bool:
-    """Check if a device keeps products of 16-bit numbers in float32, as CUDA does since torch 2.8."""
+    """Check if a device keeps products of 16-bit numbers in float32, as CUDA does since torch
+    2.8."""
     some = torch.zeros(16, 16, dtype=dtype, device=device_type)
     try:
         torch.mm(some, some, torch.float32)
@@ -61,7 +66,8 @@ def _keeps_float32(device_type: str, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def _factors_of(dtype: torch.dtype) -> Iterator[None]:
-    """Let a CPU round factors of float32 products to bfloat16, if they are of that dtype: it is exact, and fast."""
+    """Let a CPU round factors of float32 products to bfloat16, if they are of that dtype: it is
+    exact, and fast."""
     settings = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
     if settings is None or dtype != torch.bfloat16:
         yield
@@ -75,10 +81,12 @@ def _factors_of(dtype: torch.dtype) -> Iterator[None]:
 
 
 def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """Compute `hidden @ weight.T` in `out`, in float32. Factors have the dtype of `weight`, whatever autocast does.
+    """Compute `hidden @ weight.T` in `out`, in float32.
 
-    The product of two 16-bit numbers is exact in float32. Rounded to bfloat16 again, logits near 16 are off by up to
-    0.06, which is more than a step of the policy.
+    Factors have the dtype of `weight`, whatever autocast does.
+
+    The product of two 16-bit numbers is exact in float32. Rounded to bfloat16 again, logits near 16
+    are off by up to 0.06, which is more than a step of the policy.
     """
     hidden = hidden.to(weight.dtype)
     if weight.dtype == torch.float32:
@@ -118,12 +126,20 @@ class _Projection:
         # autocast does not apply to products with `out`
         if torch.is_autocast_enabled(device.type) and not in_float32:
             self.weight = weight.to(torch.get_autocast_dtype(device.type))
-        self.bias, self.temperature, self.cap = bias, temperature, cap
+        self.bias = bias
+        self.temperature = temperature
+        self.cap = cap
         self.logits = torch.empty(rows, len(weight), device=device)
         is_rounded = self.weight.dtype != torch.float32
-        self.rounded = self.weight.new_empty(rows, len(weight)) if is_rounded else self.logits
+        if is_rounded:
+            self.rounded = self.weight.new_empty(rows, len(weight))
+        else:
+            self.rounded = self.logits
         self.log_p = torch.empty_like(self.logits)
-        self.log_q = torch.empty_like(self.logits) if references else self.log_p
+        if references:
+            self.log_q = torch.empty_like(self.logits)
+        else:
+            self.log_q = self.log_p
         self.slope = None if cap is None else torch.empty_like(self.logits)
 
     def log_softmax(self, hidden: Tensor, out: Tensor) -> Tensor:
@@ -142,19 +158,22 @@ class _Projection:
         """Derivative by the hidden states of the last [`log_softmax`]; `dlogits` is overwritten."""
         if self.slope is not None:
             dlogits *= self.slope[: len(dlogits)]
-        # in the weight's dtype: errors relative to the terms of a sum average out, while a log-prob is a small
-        # difference of logits, in which an error relative to the logits is large
+        # in the weight's dtype: errors relative to the terms of a sum average out, while a log-prob
+        # is a small difference of logits, in which an error relative to the logits is large
         if self.weight.dtype != torch.float32:
             dlogits = self.rounded[: len(dlogits)].copy_(dlogits)
         return (dlogits @ self.weight).float() / self.temperature
 
 
-def _expectation_(x: Tensor, p: Tensor, projection: _Projection, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _expectation_(
+    x: Tensor, p: Tensor, projection: _Projection, needs_grad: bool
+) -> tuple[Tensor, Tensor | None]:
     """E = p·x of each row, and ∂E/∂h if needed; `x` is overwritten.
 
     For x whose own derivative is 0 in expectation, as that of any log p is: then ∂E/∂z = p(x − E).
     """
-    # no dot product: autocast takes those in its low precision, and a KL is a small difference of large terms
+    # no dot product: autocast takes those in its low precision, and a KL is a small difference of
+    # large terms
     expectation = x.mul_(p).sum(-1)
     if not needs_grad:
         return expectation, None
@@ -169,7 +188,8 @@ def _statistics(
     with_entropy: bool,
     needs_grad: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Log-probabilities, entropies and KLs of one chunk, then their derivatives by the hidden state.
+    """Log-probabilities, entropies and KLs of one chunk, then their derivatives by the hidden
+    state.
 
     Each step overwrites what no later step reads.
     """
@@ -184,20 +204,24 @@ def _statistics(
         kls, dkl = _expectation_(log_q.neg_().add_(log_p), p, projection, needs_grad)
     if with_entropy:
         negative, dnegative = _expectation_(log_p, p, projection, needs_grad)
-        entropies, dentropy = -negative, None if dnegative is None else -dnegative
+        entropies = -negative
+        dentropy = None if dnegative is None else -dnegative
     if needs_grad:
-        dlogprob = projection.pull_back(p.neg_().scatter_add_(1, tokens[:, None], torch.ones_like(p[:, :1])))
+        dlogprob = projection.pull_back(
+            p.neg_().scatter_add_(1, tokens[:, None], torch.ones_like(p[:, :1]))
+        )
     return logprobs, entropies, kls, dlogprob, dentropy, dkl
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """All outputs of a row depend only on that row's hidden state.
 
-    So the forward, while it has the probabilities at hand, leaves behind the derivative of each output by the hidden
-    state, `[rows, hidden]`; the backward scales it with the incoming gradient. The vocabulary is passed once, there is
-    nothing to recompute, and nothing of `[rows, vocabulary]` to keep. With probabilities p, logits z = W·h/T, entropy
-    H and the reference's probabilities q:  ∂log p(y)/∂h = (W_y − p·W)/T,  ∂H/∂h = −(p·(log p + H))·W/T,
-    ∂KL/∂h = (p·(log p − log q − KL))·W/T. A cap c, z = c·tanh(W·h/c)/T, multiplies W by 1 − tanh².
+    So the forward, while it has the probabilities at hand, leaves behind the derivative of each
+    output by the hidden state, `[rows, hidden]`; the backward scales it with the incoming gradient.
+    The vocabulary is passed once, there is nothing to recompute, and nothing of `[rows,
+    vocabulary]` to keep. With probabilities p, logits z = W·h/T, entropy H and the reference's
+    probabilities q:  ∂log p(y)/∂h = (W_y − p·W)/T,  ∂H/∂h = −(p·(log p + H))·W/T, ∂KL/∂h = (p·(log
+    p − log q − KL))·W/T. A cap c, z = c·tanh(W·h/c)/T, multiplies W by 1 − tanh².
     """
 
     @staticmethod
@@ -213,18 +237,27 @@ class _TokenLogprobs(torch.autograd.Function):
         with_entropy: bool,
         in_float32: bool,
     ) -> tuple[Tensor | None, ...]:
-        with_kl, trained = ref_hidden is not None, ctx.needs_input_grad[0]
+        with_kl = ref_hidden is not None
+        trained = ctx.needs_input_grad[0]
         computed = (True, with_entropy, with_kl)
-        outputs = [hidden.new_empty(len(tokens), dtype=torch.float32) if x else None for x in computed]
-        derivatives = [torch.empty_like(hidden, dtype=torch.float32) if x and trained else None for x in computed]
+        outputs = [
+            hidden.new_empty(len(tokens), dtype=torch.float32) if x else None for x in computed
+        ]
+        derivatives = [
+            torch.empty_like(hidden, dtype=torch.float32) if x and trained else None
+            for x in computed
+        ]
         chunk_logits = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"])
-        # not fewer with a reference: products over other rows may round otherwise, and the first ratio must be 1
+        # not fewer with a reference: products over other rows may round otherwise, and the first
+        # ratio must be 1
         size = min(len(tokens), max(1, chunk_logits // len(weight)))
         projection = _Projection(weight, bias, temperature, cap, size, with_kl, in_float32)
         for start in range(0, len(tokens), size or 1):
             rows = slice(start, start + size)
             ref_rows = None if ref_hidden is None else ref_hidden[rows]
-            chunk = _statistics(hidden[rows], tokens[rows], ref_rows, projection, with_entropy, trained)
+            chunk = _statistics(
+                hidden[rows], tokens[rows], ref_rows, projection, with_entropy, trained
+            )
             for out, part in zip([*outputs, *derivatives], chunk):
                 if out is not None and part is not None:
                     out[rows] = part
@@ -252,16 +285,19 @@ def token_logprobs(
     cap: float | None = None,
     in_float32: bool = False,
 ) -> TokenScores:
-    """Log-probs of `tokens` `[rows]` under `softmax((hidden @ weight.T + bias) / temperature)`, entropies and KLs.
+    """Log-probs of `tokens` `[rows]` under `softmax((hidden @ weight.T + bias) / temperature)`,
+    entropies and KLs.
 
-    Gradients flow to `hidden` `[rows, hidden]` only: the projection `weight` `[vocabulary, hidden]` is part of the
-    frozen base, and the reference is a constant. The KL is computed with `ref_hidden`, the reference's hidden states.
-    With a cap c, a logit z of the projection is c·tanh(z/c). Logits are float32; autocast rounds the factors of their
-    products, unless the projection is `in_float32`.
+    Gradients flow to `hidden` `[rows, hidden]` only: the projection `weight` `[vocabulary, hidden]`
+    is part of the frozen base, and the reference is a constant. The KL is computed with
+    `ref_hidden`, the reference's hidden states. With a cap c, a logit z of the projection is
+    c·tanh(z/c). Logits are float32; autocast rounds the factors of their products, unless the
+    projection is `in_float32`.
 
-    The KL is the sum over the vocabulary, not an estimate: KL(π ‖ π_ref) = Σᵥ pᵥ·(log pᵥ − log qᵥ). It is exactly 0
-    where both have the same hidden state. Elsewhere it carries the rounding of the logits (about 1e-6 for logits
-    around 10), so where both nearly agree it may be slightly negative; it is not clamped.
+    The KL is the sum over the vocabulary, not an estimate: KL(π ‖ π_ref) = Σᵥ pᵥ·(log pᵥ − log qᵥ).
+    It is exactly 0 where both have the same hidden state. Elsewhere it carries the rounding of the
+    logits (about 1e-6 for logits around 10), so where both nearly agree it may be slightly
+    negative; it is not clamped.
     """
     settings = temperature, cap, ref_hidden, with_entropy, in_float32
     return TokenScores(*_TokenLogprobs.apply(hidden, weight, bias, tokens, *settings))

@@ -64,16 +64,19 @@ def of_critic(
     outputs: Tensor,  # of the critic; if it is normalized, in units of the returns that were seen
     steps: Tensor,  # 1 at tokens, or first tokens of turns, that have a value
     seen: Moments,  # of the returns of earlier rollouts
-    is_normalized: bool,  # else the critic predicts in the unit of the rewards, and its values are the baseline
+    # else the critic predicts in the unit of the rewards, and its values are the baseline
+    is_normalized: bool,
     discounts: Discounts = Discounts(),
     cuts: Cuts | None = None,
     groups: Groups = Groups(),
-    ordinary: Tensor | None = None,  # [batch], completions that enter units and fits; all by default
+    # [batch], completions that enter units and fits; all by default
+    ordinary: Tensor | None = None,
     all_sum: Reduction = torch.clone,
 ) -> tuple[Advantages, Moments]:
     """GAE with the baseline of a critic, and the moments with the returns of this rollout.
 
-    Source: https://huggingface.co/papers/1506.02438, https://huggingface.co/papers/2503.01491 (decoupled λ)
+    Source: https://huggingface.co/papers/1506.02438, https://huggingface.co/papers/2503.01491
+    (decoupled λ)
     """
     gamma, lam, lam_critic = discounts
 
@@ -83,16 +86,16 @@ def of_critic(
     enters = steps if ordinary is None else steps & ordinary[:, None]
     seen_after = seen.add(outcomes, enters, all_sum, MEMORY)
 
-    # 2. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of its first rollout,
-    #    and of the next one if all returns were equal, which have no unit.
+    # 2. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of
+    # its first rollout, and of the next one if all returns were equal, which have no unit.
     units = Units()
     if is_normalized:
         units = Units.of(seen if seen.varies else seen_after)
     values = units.values(outputs) * steps
     after = None if cuts is None else units.values(cuts.outputs) * cuts.is_cut
 
-    # 3. The critic is measured on completions that ended. If those are too few, the values after cuts stand for the
-    #    rest.
+    # 3. The critic is measured on completions that ended. If those are too few, the values after
+    # cuts stand for the rest.
     observed = steps
     if cuts is not None:
         ended = steps & ~cuts.is_cut[:, None]
@@ -101,8 +104,11 @@ def of_critic(
         outcomes = torch.where(is_enough, outcomes, bootstrapped)
         observed = torch.where(is_enough, ended, steps)
 
-    # 4. The baseline: values, and scores of the prompt's other completions, as far as they fit the outcomes.
-    baseline, explains, weights = values, values, None
+    # 4. The baseline: values, and scores of the prompt's other completions, as far as they fit the
+    # outcomes.
+    baseline = values
+    explains = values
+    weights = None
     if is_normalized:
         counts = observed & enters
         predictors = [values]
@@ -111,10 +117,13 @@ def of_critic(
             predictors.append(others[:, None].expand_as(values))
         # others' scores know no time: as a value, they would stay when nothing is left to earn
         in_values = torch.stack(predictors[:1] if discounts.bootstraps else predictors, -1)
-        fit = fit_baseline(outcomes, in_values, counts, seen, groups, is_cautious=not discounts.bootstraps)
+        fit = fit_baseline(
+            outcomes, in_values, counts, seen, groups, is_cautious=not discounts.bootstraps
+        )
         baseline = fit.at(in_values)
         if discounts.bootstraps:
-            # a shift of all values would charge the ends of completions with what is still to earn before them
+            # a shift of all values would charge the ends of completions with what is still to earn
+            # before them
             baseline = torch.where(fit.weights > TRUSTED, values, baseline)
         baseline = baseline * steps
         explains = fit.explains(in_values)
@@ -131,7 +140,10 @@ def of_critic(
         weights = torch.cat([cast(Tensor, weights), fit.weights], 1)
 
     # 6. The critic learns in units with this rollout's returns.
-    new_units = Units.of(seen_after) if is_normalized else Units()
+    if is_normalized:
+        new_units = Units.of(seen_after)
+    else:
+        new_units = Units()
     targets = new_units.targets(returns) * steps
     if is_normalized:
         targets = targets.clamp(-LARGEST, LARGEST)
@@ -152,25 +164,36 @@ def of_critic(
 def in_units(result: Advantages, seen: Moments, largest_unit: float = 0.0) -> Advantages:
     """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
 
-    But not by less than a tenth of the largest one so far: once a task is nearly solved, advantages fade, and what
-    still differs is not blown up to the size of what was learned. A KL in the loss is divided by the same unit. The
-    bound is beyond what returns that enter the unit can reach.
+    But not by less than a tenth of the largest one so far: once a task is nearly solved, advantages
+    fade, and what still differs is not blown up to the size of what was learned. A KL in the loss
+    is divided by the same unit. The bound is beyond what returns that enter the unit can reach.
     """
     unit = max(seen.unit, SOLVED * largest_unit)
     advantages = (result.advantages / unit).clamp(-LARGEST, LARGEST)
     return result._replace(advantages=advantages, unit=unit)
 
 
-def in_groups_that_differ(scores: Tensor, usable: Tensor, group_size: int, gather: Reduction = torch.clone) -> Tensor:
+def in_groups_that_differ(
+    scores: Tensor, usable: Tensor, group_size: int, gather: Reduction = torch.clone
+) -> Tensor:
     """Whether the scores of a completion's group differ, at those of all ranks."""
-    deviations = ppo_math.dr_grpo_advantages(gather(scores), gather(usable), group_size).view(-1, group_size)
-    return (deviations != 0).any(1).repeat_interleave(group_size)  # exactly 0, if there is no spread
+    deviations = ppo_math.dr_grpo_advantages(gather(scores), gather(usable), group_size).view(
+        -1, group_size
+    )
+    # exactly 0, if there is no spread
+    return (deviations != 0).any(1).repeat_interleave(group_size)
 
 
 def of_groups(
-    name: str, rewards: Tensor, usable: Tensor, group_size: int, gather: Reduction = torch.clone, rank: int = 0
+    name: str,
+    rewards: Tensor,
+    usable: Tensor,
+    group_size: int,
+    gather: Reduction = torch.clone,
+    rank: int = 0,
 ) -> Advantages:
-    """A completion's score against the others of its prompt, `[batch, 1]`; a group may span ranks."""
+    """A completion's score against the others of its prompt, `[batch, 1]`; a group may span
+    ranks."""
     scores = rewards.sum(1)
     advantages = OVER_GROUPS[name](gather(scores), gather(usable), group_size)
     return Advantages(advantages[rank * len(scores) : (rank + 1) * len(scores), None])
@@ -179,7 +202,8 @@ def of_groups(
 def of_objectives(
     rewards: Tensor, weights: Sequence[float] | None, usable: Tensor, groups: Groups = Groups()
 ) -> Advantages:
-    """GDPO: each of `[batch, rewards]` (NaN is skipped) within its group, then their weighted sum over the batch.
+    """GDPO: each of `[batch, rewards]` (NaN is skipped) within its group, then their weighted sum
+    over the batch.
 
     Source: https://huggingface.co/papers/2601.05242
     """

@@ -1,15 +1,19 @@
 """Where values meet returns: the baseline that is subtracted from them.
 
-The critic's values V, and the mean score M of the other completions of a prompt, predict the return R of a token:
+The critic's values V, and the mean score M of the other completions of a prompt, predict the return
+R of a token:
 
     b = R̄ + α·(V − V̄) + β·(M − M̄),  0 ≤ α, β ≤ 1,
 
-with α and β that fit the returns of this rollout best, by least squares over its tokens. A critic that tells nothing
-gets α = 0, and the baseline is a constant. With β = 1 and α = 0 it is RLOO's, but for the constant. All numbers are
-those of the other prompts of the rollout: a baseline that depended on its own return would bias the gradient.
+with α and β that fit the returns of this rollout best, by least squares over its tokens. A critic
+that tells nothing gets α = 0, and the baseline is a constant. With β = 1 and α = 0 it is RLOO's,
+but for the constant. All numbers are
+those of the other prompts of the rollout: a baseline that depended on its own return would bias the
+gradient.
 
-What fits some prompts need not hold for others, least of all if a few completions decide. So α and β shrink by the
-squared share of what they explain that they still explain of prompts which were left out of the fit.
+What fits some prompts need not hold for others, least of all if a few completions decide. So α and
+β shrink by the squared share of what they explain that they still explain of prompts which were
+left out of the fit.
 """
 
 from collections.abc import Callable
@@ -46,7 +50,8 @@ class Groups(NamedTuple):
 
 
 def means_of_others(totals: Tensor, counts: Tensor, groups: Groups) -> Tensor:
-    """Mean total of the other completions of the prompt that count, or else of the other prompts, `[batch]`."""
+    """Mean total of the other completions of the prompt that count, or else of the other
+    prompts, `[batch]`."""
     pairs = torch.stack([totals * counts, counts.to(totals.dtype)], 1)
     of_prompts = groups.sums(pairs)
     of_prompt = groups.spread(of_prompts, totals)
@@ -66,7 +71,9 @@ class Baseline(NamedTuple):
 
     def at(self, predictors: Tensor) -> Tensor:
         """Baseline `[batch, response]` of predictors `[batch, response, predictors]`."""
-        return self.mean[:, None] + (self.weights[:, None] * (predictors - self.centers[:, None])).sum(-1)
+        return self.mean[:, None] + (
+            self.weights[:, None] * (predictors - self.centers[:, None])
+        ).sum(-1)
 
     def explains(self, predictors: Tensor) -> Tensor:
         """What the baseline says of returns around their mean, `[batch, response]`.
@@ -77,7 +84,8 @@ class Baseline(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over tokens, of returns and predictors; the first axes are those of prompts or parts of them."""
+    """Sums over tokens, of returns and predictors; the first axes are those of prompts or parts
+    of them."""
 
     rows: Tensor  # [...], completions
     tokens: Tensor  # [...]
@@ -97,7 +105,12 @@ class _Sums(NamedTuple):
         """Sums of products of deviations from a center, `[..., 1 + predictors, 1 + predictors]`."""
         crossed = self.totals[..., :, None] * center[..., None, :]
         count = self.tokens[..., None, None]
-        return self.products - crossed - crossed.mT + count * center[..., :, None] * center[..., None, :]
+        return (
+            self.products
+            - crossed
+            - crossed.mT
+            + count * center[..., :, None] * center[..., None, :]
+        )
 
 
 def _sums_of_prompts(x: Tensor, mask: Tensor, groups: Groups) -> _Sums:
@@ -109,14 +122,16 @@ def _sums_of_prompts(x: Tensor, mask: Tensor, groups: Groups) -> _Sums:
     columns = groups.sums(torch.cat([counts, x.sum(1), products.flatten(1)], 1))
     size = x.shape[-1]
     rows, tokens = columns[:, :2].unbind(1)
-    return _Sums(rows, tokens, columns[:, 2 : 2 + size], columns[:, 2 + size :].unflatten(1, (size, size)))
+    return _Sums(
+        rows, tokens, columns[:, 2 : 2 + size], columns[:, 2 + size :].unflatten(1, (size, size))
+    )
 
 
 def _least_squares(products: Tensor, rounding: Tensor) -> Tensor:
     """Weights of the predictors, `[..., predictors]`, of least squares in the box from 0 to 1.
 
-    `products` are sums of products of deviations, `[..., 1 + predictors, 1 + predictors]`; returns come first. Those
-    of predictors below their `rounding`, `[1 + predictors]`, are no variances.
+    `products` are sums of products of deviations, `[..., 1 + predictors, 1 + predictors]`; returns
+    come first. Those of predictors below their `rounding`, `[1 + predictors]`, are no variances.
     """
     variances = products.diagonal(dim1=-2, dim2=-1)
     weights = torch.zeros_like(variances)  # the first one, of the returns themselves, stays 0
@@ -137,7 +152,8 @@ def _error(products: Tensor, weights: Tensor) -> Tensor:
 
 
 def _trust(of_prompts: _Sums, of_others: _Sums, weights: Tensor, rounding: Tensor) -> Tensor:
-    """Squared share of what weights explain that they still explain of prompts left out of the fit, `[prompts, 1]`.
+    """Squared share of what weights explain that they still explain of prompts left out of the fit,
+    `[prompts, 1]`.
 
     The weights are those of each prompt, which takes no part in its own.
     """
@@ -177,14 +193,19 @@ def fit_baseline(
     groups: Groups = Groups(),
     is_cautious: bool = True,
 ) -> Baseline:
-    """Fit the baseline of each completion to the completions of the other prompts, and R̄ also to earlier rollouts.
+    """Fit the baseline of each completion to the completions of the other prompts, and R̄ also to
+    earlier rollouts.
 
-    `returns` and `mask` are `[batch, response]`; the mask is 1 at tokens whose return was observed. Without caution,
-    weights do not shrink, and are 1 in rollouts of a few: values that are bootstrapped from must know what is left,
-    and a constant would charge each end of a completion with the mean return.
+    `returns` and `mask` are `[batch, response]`; the mask is 1 at tokens whose return was observed.
+    Without caution, weights do not shrink, and are 1 in rollouts of a few: values that are
+    bootstrapped from must know what is left, and a constant would charge each end of a completion
+    with the mean return.
     """
     # 1. Sums of each prompt, and of all others.
-    dtype = torch.float32 if returns.device.type == "mps" else torch.float64
+    if returns.device.type == "mps":
+        dtype = torch.float32
+    else:
+        dtype = torch.float64
     x = torch.cat([returns[..., None], predictors], -1).to(dtype)
     center = torch.full_like(x[0, 0], seen.mean)  # so that squares are not large beside variances
     of_prompts = _sums_of_prompts((x - center).masked_fill(~mask[..., None], 0), mask, groups)
@@ -201,13 +222,15 @@ def fit_baseline(
     else:
         weights = torch.where((of_others.rows >= FEWEST)[:, None], weights, 1.0)
     size_of_returns = of_others.tokens * (means[:, 0] + center[0]) ** 2
-    weights = weights * (products[:, 0, 0] > 1e-12 * size_of_returns)[:, None]  # they vary, not by rounding only
+    # they vary, not by rounding only
+    weights = weights * (products[:, 0, 0] > 1e-12 * size_of_returns)[:, None]
 
-    # 3. Mean of the returns, in which earlier rollouts take part as so many completions. If there is no other
-    #    completion at all, it is the completion's own.
+    # 3. Mean of the returns, in which earlier rollouts take part as so many completions. If there
+    # is no other completion at all, it is the completion's own.
     tokens = of_others.tokens
     memory = (MEMORY * tokens / of_others.rows.clamp(min=1)).clamp(max=seen.weight)
-    mean = means[:, 0] * tokens / (tokens + memory).clamp(min=1)  # the center is the mean of earlier rollouts
+    # the center is the mean of earlier rollouts
+    mean = means[:, 0] * tokens / (tokens + memory).clamp(min=1)
     if not seen.weight:
         mean = torch.where(tokens > 0, mean, of_all.means[0])
 

@@ -1,4 +1,5 @@
-"""Metrics that add up exactly over micro-batches, rollouts and ranks; deviations over ranks only."""
+"""Metrics that add up exactly over micro-batches, rollouts and ranks; deviations over ranks
+only."""
 
 import hashlib
 import inspect
@@ -22,18 +23,20 @@ from .places import explained_without_clock, place_numbers
 
 # first parts of the names that the trainer logs
 RESERVED = frozenset(
-    "approx_kl clip_ratio completions empty_steps entropy episodes epoch frac_reward_zero_std grad_norm "
-    "kl kl_coef kl_per_completion lam learning_rate loss monitor nonfinite_completions num_tokens objective "
-    "outlying_completions ratio "
-    "reward reward_std rewards sampling skipped_steps step step_time stopped_early time tokens_per_second tools "
-    "total_flos unscored_completions value".split()
+    "approx_kl clip_ratio completions empty_steps entropy episodes epoch frac_reward_zero_std "
+    "grad_norm kl kl_coef kl_per_completion lam learning_rate loss monitor nonfinite_completions "
+    "num_tokens objective outlying_completions ratio reward reward_std rewards sampling "
+    "skipped_steps step step_time stopped_early time tokens_per_second tools total_flos "
+    "unscored_completions value".split()
 )
 
 
 class Metrics:
-    """Running sums on the device, synchronized only in [`compute`]; all ranks must add the same names.
+    """Running sums on the device, synchronized only in [`compute`]; all ranks must add the same
+    names.
 
-    A mean is kept as numerator and denominator, so that tokens are averaged, and not batches or ranks.
+    A mean is kept as numerator and denominator, so that tokens are averaged, and not batches or
+    ranks.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
@@ -43,10 +46,14 @@ class Metrics:
     def _float(self, values: Tensor | float) -> Tensor:
         if isinstance(values, Tensor):
             return values.detach().float()
-        return torch.full((), values, dtype=torch.float32, device=self.device)  # a copy would wait for the device
+        # a copy would wait for the device
+        return torch.full((), values, dtype=torch.float32, device=self.device)
 
     def _add(self, key: str, entry: Tensor) -> None:
-        merge = torch.maximum if key.startswith("max:") else torch.add
+        if key.startswith("max:"):
+            merge = torch.maximum
+        else:
+            merge = torch.add
         self._entries[key] = merge(self._entries[key], entry) if key in self._entries else entry
 
     def mean(self, name: str, values: Tensor | float, mask: Tensor | None = None) -> None:
@@ -54,7 +61,9 @@ class Metrics:
         values = self._float(values)
         mask = torch.ones_like(values) if mask is None else mask.to(values.dtype)
         # a NaN at a masked position must not leak into the sum
-        self._add(f"sum:{name}", torch.stack([torch.where(mask.bool(), values, 0).sum(), mask.sum()]))
+        self._add(
+            f"sum:{name}", torch.stack([torch.where(mask.bool(), values, 0).sum(), mask.sum()])
+        )
 
     def total(self, name: str, values: Tensor | float) -> None:
         """Sum values."""
@@ -86,8 +95,15 @@ class Metrics:
         """Reduce over ranks, return every metric that has a value, and reset."""
         computed: dict[str, float] = {}
         for kind, reduce in {"sum:": all_sum, "total:": all_sum, "max:": all_max}.items():
-            entries = {key.removeprefix(kind): x for key, x in self._entries.items() if key.startswith(kind)}
-            reduced = reduce(torch.stack([*entries.values()])).tolist() if entries else []
+            entries = {
+                key.removeprefix(kind): x
+                for key, x in self._entries.items()
+                if key.startswith(kind)
+            }
+            if entries:
+                reduced = reduce(torch.stack([*entries.values()])).tolist()
+            else:
+                reduced = []
             for name, value in zip(entries, reduced):
                 if kind == "total:":
                     computed[name] = value
@@ -101,12 +117,16 @@ class Metrics:
         return computed
 
 
-def log_rewards(metrics: Metrics, names: Sequence[str], scored: Scored, valid: Tensor, all_sum: Reduction) -> None:
+def log_rewards(
+    metrics: Metrics, names: Sequence[str], scored: Scored, valid: Tensor, all_sum: Reduction
+) -> None:
     """Log each reward over the completions it applies to, and their sum; `valid` is `[batch]`."""
     for name, scores, failed in zip(names, scored.rewards.unbind(1), scored.failed.unbind(1)):
         applies = valid & ~scores.isnan() & ~failed
         metrics.mean(f"rewards/{name}/mean", scores, applies)
-        metrics.mean(f"rewards/{name}/std", ppo_math.masked_var(scores.nan_to_num(), applies, all_sum).sqrt())
+        metrics.mean(
+            f"rewards/{name}/std", ppo_math.masked_var(scores.nan_to_num(), applies, all_sum).sqrt()
+        )
         metrics.total(f"rewards/{name}/failed", failed & valid)
     valid = valid & scored.usable
     metrics.mean("reward", scored.totals, valid)
@@ -121,8 +141,11 @@ def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduct
         metrics.mean("frac_reward_zero_std", ~differs, any_usable.repeat_interleave(group_size))
 
 
-def log_critic(metrics: Metrics, result: Advantages, places: Tensor, is_new: bool, all_sum: Reduction) -> None:
-    """Log what the baseline explains of the outcomes, with and without the clock, and the weights of its parts.
+def log_critic(
+    metrics: Metrics, result: Advantages, places: Tensor, is_new: bool, all_sum: Reduction
+) -> None:
+    """Log what the baseline explains of the outcomes, with and without the clock, and the weights
+    of its parts.
 
     A critic that was fitted to these very outcomes (`is_new`) explains nothing yet.
     """
@@ -131,7 +154,9 @@ def log_critic(metrics: Metrics, result: Advantages, places: Tensor, is_new: boo
         of_outcomes = result.explains, result.outcomes
         explained[""] = ppo_math.explained_variance(*of_outcomes, result.observed, all_sum)
         numbers = place_numbers(places)
-        explained["_without_clock"] = explained_without_clock(*of_outcomes, numbers, result.observed, all_sum)
+        explained["_without_clock"] = explained_without_clock(
+            *of_outcomes, numbers, result.observed, all_sum
+        )
     for name, share in explained.items():
         metrics.mean(f"value/explained_variance{name}", share)
     if result.weights is not None:
@@ -144,7 +169,8 @@ def log_completions(
     metrics: Metrics, tokens: TokenScores, completion_mask: Tensor, stopped: Tensor, valid: Tensor
 ) -> None:
     """Log KL (with a reference), entropy, and lengths; `stopped` and `valid` are `[batch]`."""
-    mask, lengths = completion_mask & valid[:, None], completion_mask.sum(1)
+    mask = completion_mask & valid[:, None]
+    lengths = completion_mask.sum(1)
     if tokens.ref_logprobs is not None:
         kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1")
         metrics.mean("kl", kl, mask)
@@ -158,9 +184,15 @@ def log_completions(
 
 
 def log_episodes(
-    metrics: Metrics, episodes: Sequence[Episode], num_valid: int | None, valid: Tensor, names: list, values: Mapping
+    metrics: Metrics,
+    episodes: Sequence[Episode],
+    num_valid: int | None,
+    valid: Tensor,
+    names: list,
+    values: Mapping,
 ) -> None:
-    """Log turns, tool calls (under TRL's names) and failures, and `[batch]` values of several environments by name."""
+    """Log turns, tool calls (under TRL's names) and failures, and `[batch]` values of several
+    environments by name."""
     if not episodes[0].messages:
         return
     for name in names:
@@ -169,12 +201,16 @@ def log_episodes(
         metrics.total(f"episodes/{name}/count", rows)
         for part, x in values.items():
             metrics.mean(f"episodes/{name}/{part}", x, rows)
-    device, episodes = metrics.device, episodes[:num_valid]
-    turns, calls = [x.turns for x in episodes], [len(x.failed_calls) for x in episodes]
+    device = metrics.device
+    episodes = episodes[:num_valid]
+    turns = [x.turns for x in episodes]
+    calls = [len(x.failed_calls) for x in episodes]
     failed = [float(failure) for episode in episodes for failure in episode.failed_calls]
     metrics.mean("episodes/turns", torch.tensor(turns, device=device))
     metrics.total("episodes/failed", float(sum(x.error is not None for x in episodes)))
-    metrics.mean("episodes/overlong", torch.tensor([float(x.is_overlong) for x in episodes], device=device))
+    metrics.mean(
+        "episodes/overlong", torch.tensor([float(x.is_overlong) for x in episodes], device=device)
+    )
     metrics.mean("tools/call_frequency", torch.tensor(calls, device=device))
     metrics.mean("tools/failure_frequency", torch.tensor(failed, device=device))
 
@@ -195,7 +231,9 @@ def log_hacking(
     # share of completions, over all ranks, that occurred before; ranks exchange digests, not texts
     digests = [hashlib.sha256(str(text).encode()).digest()[:8] for text in completions]
     numbers = [int.from_bytes(digest, "big", signed=True) for digest in digests]
-    local = torch.stack([torch.tensor(numbers).to(valid.device, non_blocking=True), valid.long()], 1)
+    local = torch.stack(
+        [torch.tensor(numbers).to(valid.device, non_blocking=True), valid.long()], 1
+    )
     everyone, counts = gather(local).cpu().unbind(1)
     everyone = everyone[counts.bool()]
     metrics.mean("completions/repeated_ratio", 1 - len(everyone.unique()) / max(len(everyone), 1))
@@ -206,22 +244,29 @@ def log_hacking(
 
 
 def check_metric_name(name: str) -> None:
-    """Raise a `ValueError` if a metric of a reward function would be mixed up with one of the trainer's."""
+    """Raise a `ValueError` if a metric of a reward function would be mixed up with one of the
+    trainer's."""
     if name.split("/")[0] in RESERVED or name.startswith(("eval_", "train_")):
-        raise ValueError(f"`log_metric` got the name {name!r}, which the trainer logs itself; use another one.")
+        raise ValueError(
+            f"`log_metric` got the name {name!r}, which the trainer logs itself; use another one."
+        )
 
 
 # ---- the metric that chooses the best model ----
 
 OF_EVALUATIONS = set(
-    "reward reward_std reward/length_correlation entropy kl kl_per_completion unscored_completions "
-    "nonfinite_completions runtime samples_per_second steps_per_second model_preparation_time".split()
+    "reward reward_std reward/length_correlation entropy kl kl_per_completion "
+    "unscored_completions nonfinite_completions runtime samples_per_second steps_per_second "
+    "model_preparation_time".split()
 )
 FAMILIES = ("completions/", "episodes/", "tools/", "time/", "sampling/", "value/")
 
 
-def check_best_metric(args: PPOConfig, eval_dataset: Any, rewards: Sequence[Any], monitors: Sequence[Any]) -> None:
-    """Raise a `ValueError` if no evaluation logs the metric for the best model, or if it is constant."""
+def check_best_metric(
+    args: PPOConfig, eval_dataset: Any, rewards: Sequence[Any], monitors: Sequence[Any]
+) -> None:
+    """Raise a `ValueError` if no evaluation logs the metric for the best model, or if it is
+    constant."""
     metric = args.metric_for_best_model
     if metric is None or args.eval_strategy == "no":
         return
@@ -230,7 +275,10 @@ def check_best_metric(args: PPOConfig, eval_dataset: Any, rewards: Sequence[Any]
         names |= {f"rewards/{reward.name}/{part}" for part in ("mean", "std", "failed")}
     for reward in monitors:
         names |= {f"monitor/{reward.name}/{part}" for part in ("mean", "gap")}
-    prefixes = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, dict) else [""]
+    if isinstance(eval_dataset, dict):
+        prefixes = [f"{name}_" for name in eval_dataset]
+    else:
+        prefixes = [""]
     bare = metric.removeprefix("eval_")
     of_dataset = [bare.removeprefix(prefix) for prefix in prefixes if bare.startswith(prefix)]
     is_known = any(name in names or name.startswith(FAMILIES) for name in of_dataset)
@@ -238,20 +286,23 @@ def check_best_metric(args: PPOConfig, eval_dataset: Any, rewards: Sequence[Any]
         listed = [f"eval_{prefixes[0]}{name}" for name in sorted(names)]
         likely = get_close_matches(f"eval_{bare}", listed, n=1) or [f"eval_{prefixes[0]}reward"]
         raise ValueError(
-            f"`metric_for_best_model` must be a metric of the evaluation, got {metric!r}; did you mean {likely[0]!r}? "
-            f"An evaluation logs {', '.join(listed)}, those of the groups {', '.join(FAMILIES)}, and what reward "
-            "functions log with `log_metric`."
+            f"`metric_for_best_model` must be a metric of the evaluation, got {metric!r}; did you "
+            f"mean {likely[0]!r}? An evaluation logs {', '.join(listed)}, those of the groups "
+            f"{', '.join(FAMILIES)}, and what reward functions log with `log_metric`."
         )
-    is_of_reward = any(name.partition("/")[0] in ("reward", "rewards", "reward_std") for name in of_dataset)
+    is_of_reward = any(
+        name.partition("/")[0] in ("reward", "rewards", "reward_std") for name in of_dataset
+    )
     if is_of_reward and [reward.name for reward in rewards] == ["no_reward"]:
         raise ValueError(
-            f"`metric_for_best_model={metric!r}` is constant in a run without rewards; use e.g. 'eval_kl' with "
-            "`greater_is_better=False`, or a metric of `monitor_funcs`."
+            f"`metric_for_best_model={metric!r}` is constant in a run without rewards; use e.g. "
+            "'eval_kl' with `greater_is_better=False`, or a metric of `monitor_funcs`."
         )
 
 
 def _may_log(reward: Any) -> bool:
-    """Whether a reward may log metrics: its code names `log_metric`, passes on what it gets, or is unknown."""
+    """Whether a reward may log metrics: its code names `log_metric`, passes on what it gets, or
+    is unknown."""
     function = getattr(reward, "function", None)
     if function is None:  # a classifier does not, an object of the user's may
         return type(reward).__module__.partition(".")[0] != __name__.partition(".")[0]

@@ -1,4 +1,5 @@
-"""Places where scores enter a completion, what scores tell there, and the default λ that follows from it."""
+"""Places where scores enter a completion, what scores tell there, and the default λ that follows
+from it."""
 
 from typing import NamedTuple
 
@@ -7,12 +8,15 @@ from torch import Tensor
 
 from .math import Reduction, latest_sampled, turn_ends
 
-STEPWISE_LAMBDA = 0.8  # over a place, if scores tell more before the last place of a completion than at it
-MOST_PLACES = 4096  # per completion; later ones share a number, so that tables have one size on all ranks
+# over a place, if scores tell more before the last place of a completion than at it
+STEPWISE_LAMBDA = 0.8
+# per completion; later ones share a number, so that tables have one size on all ranks
+MOST_PLACES = 4096
 
 
 def enter_at(token_scores: Tensor, places: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores and places at sampled tokens, `[batch, response]`; each end of a turn is a place, too."""
+    """Scores and places at sampled tokens, `[batch, response]`; each end of a turn is a place,
+    too."""
     latest = latest_sampled(turns.bool())
     scores = torch.zeros_like(token_scores).scatter_add(1, latest, token_scores)
     counts = torch.zeros_like(turns).scatter_add(1, latest, places.to(turns.dtype))
@@ -25,9 +29,13 @@ def place_numbers(places: Tensor) -> Tensor:
     return before.clamp(max=MOST_PLACES - 1)
 
 
-def means_by_number(x: Tensor, numbers: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
+def means_by_number(
+    x: Tensor, numbers: Tensor, mask: Tensor, all_sum: Reduction = torch.clone
+) -> Tensor:
     """Mean of `x` over the mask and all ranks for each number, `[MOST_PLACES]`; NaN without any."""
-    table = x.new_zeros(MOST_PLACES, dtype=torch.float32 if x.device.type == "mps" else torch.float64)
+    table = x.new_zeros(
+        MOST_PLACES, dtype=torch.float32 if x.device.type == "mps" else torch.float64
+    )
     chosen = mask.flatten().to(table.dtype)
     index = numbers.flatten()
     totals = table.index_add(0, index, x.flatten().to(table.dtype) * chosen)
@@ -41,8 +49,8 @@ def explained_without_clock(
 ) -> Tensor:
     """Explained variance after subtracting the means of values and returns at each place, a scalar.
 
-    Time to go is no knowledge: where scores come at every turn, returns fall from turn to turn, and a clock explains
-    most of their variance. 0 if returns differ by rounding only.
+    Time to go is no knowledge: where scores come at every turn, returns fall from turn to turn, and
+    a clock explains most of their variance. 0 if returns differ by rounding only.
     """
     sums = []
     for x in (returns, returns - values):
@@ -57,8 +65,9 @@ def explained_without_clock(
 class Information(NamedTuple):
     """Squared distances of scores from what is usual at their place, summed over a run.
 
-    A constant score, e.g. a cost per turn, tells nothing. Usual is the mean of the completions that go on after a
-    place or, if none does, of those that end there: an end that pays is not usual where others go on.
+    A constant score, e.g. a cost per turn, tells nothing. Usual is the mean of the completions that
+    go on after a place or, if none does, of those that end there: an end that pays is not usual
+    where others go on.
     """
 
     earlier: float = 0.0  # before the last place of a completion
@@ -69,7 +78,9 @@ class Information(NamedTuple):
         """Whether scores tell more before last places than at them."""
         return self.earlier > self.last
 
-    def add(self, scores: Tensor, places: Tensor, usable: Tensor, all_sum: Reduction = torch.clone) -> "Information":
+    def add(
+        self, scores: Tensor, places: Tensor, usable: Tensor, all_sum: Reduction = torch.clone
+    ) -> "Information":
         """Add a rollout; `scores` and `places` are `[batch, response]`, `usable` is `[batch]`."""
         counts = places & usable[:, None]
         position = torch.arange(places.shape[1], device=places.device)
@@ -91,9 +102,11 @@ def default_lambda(
 ) -> tuple[float, float]:
     """λ over a token, and over a turn.
 
-    1 if scores tell most at last places: with a lower one, credit reaches the first tokens only through the critic,
-    after many rollouts. Otherwise the scores that follow a place are noise for the credit of what came before it, and
-    the critic knows their mean: λ falls to `STEPWISE_LAMBDA` over a place, in equal parts over its tokens.
+    1 if scores tell most at last places: with a lower one, credit reaches the first tokens only
+    through the critic, after many rollouts. Otherwise the scores that follow a place are noise for
+    the credit of what came before it, and
+    the critic knows their mean: λ falls to `STEPWISE_LAMBDA` over a place, in equal parts over its
+    tokens.
     """
     if not information.is_stepwise:
         return 1.0, 1.0

@@ -1,4 +1,7 @@
-"""What one rollout leaves to the next. Collecting returns a new state and changes no weight in place."""
+"""What one rollout leaves to the next.
+
+Collecting returns a new state and changes no weight in place.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,17 +14,20 @@ from .places import Information
 
 
 class RunState(NamedTuple):
-    """KL coefficient and running statistics; the critic reads `rewards` and predicts `returns` in their units."""
+    """KL coefficient and running statistics; the critic reads `rewards` and predicts `returns`
+    in their units."""
 
     kl_coef: float
-    # Both are by environment, under "" if there are not several, and filled if scores are normalized.
+    # Both are by environment, under "" if there are not several, and filled if scores are
+    # normalized.
     scores: Mapping[str, Moments] = {}  # of completions
     outcomes: Mapping[str, Moments] = {}  # of what enters at last tokens
     returns: Moments = Moments()  # Monte Carlo returns of recent rollouts
     rewards: Moments = Moments()  # rewards per token of recent rollouts
     largest_unit: float = 0.0  # of the returns of a rollout
     information: Information = Information()  # of scores, by which the default λ is chosen
-    played: Tensor = torch.zeros(2, 0)  # [2, rows] episodes of each row, and the sum of their scores, for a curriculum
+    # [2, rows] episodes of each row, and the sum of their scores, for a curriculum
+    played: Tensor = torch.zeros(2, 0)
 
     @property
     def critic(self) -> dict[str, Moments]:
@@ -48,11 +54,15 @@ def _plain(x: Any) -> Any:
     """Statistics as lists of numbers."""
     if isinstance(x, Mapping):
         return {name: [*moments] for name, moments in x.items()}
-    return [*x] if isinstance(x, tuple) else x
+    if isinstance(x, tuple):
+        return [*x]
+    return x
 
 
 def _restored(x: Any) -> Any:
     """Moments from lists of numbers."""
     if isinstance(x, Mapping):
         return {name: Moments(*moments) for name, moments in x.items()}
-    return Moments(*x) if isinstance(x, list) and len(x) == len(Moments()) else x
+    if isinstance(x, list) and len(x) == len(Moments()):
+        return Moments(*x)
+    return x

@@ -1,4 +1,5 @@
-"""Answers of HTTP servers, of which no more is read than a request can need; imported only by clients."""
+"""Answers of HTTP servers, of which no more is read than a request can need; imported only by
+clients."""
 
 from collections.abc import AsyncIterator
 
@@ -25,7 +26,9 @@ class _Limited(httpx2.AsyncByteStream):
             size += len(chunk)
             if size > self.limit:
                 needed = f"at most {self.limit} bytes, which all answers to such a request have"
-                raise AnswerError(f"The server's answer must have {needed}, got more; check the address.")
+                raise AnswerError(
+                    f"The server's answer must have {needed}, got more; check the address."
+                )
             yield chunk
 
     async def aclose(self) -> None:

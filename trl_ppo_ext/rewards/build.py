@@ -18,10 +18,14 @@ from .process import ProcessReward, ProcessScorer, is_process_model
 from .scoring import FunctionReward, Reward, function_name
 
 MODELS = (str, RewardAdapter, ProcessReward, PreTrainedModel, PeftModel)
-RewardFunc: TypeAlias = str | PreTrainedModel | RewardAdapter | ProcessReward | Reward | Callable[..., Any]
+RewardFunc: TypeAlias = (
+    str | PreTrainedModel | RewardAdapter | ProcessReward | Reward | Callable[..., Any]
+)
 
 
-def check_signature(function: Callable, columns: Iterable[str], dataset: str = "the dataset") -> None:
+def check_signature(
+    function: Callable, columns: Iterable[str], dataset: str = "the dataset"
+) -> None:
     """Check that a function can be called with these columns."""
     try:
         # a wrapper may pass what the function that it wraps needs
@@ -35,13 +39,18 @@ def check_signature(function: Callable, columns: Iterable[str], dataset: str = "
         available = ", ".join(f"`{name}`" for name in columns) or "none"
         raise ValueError(
             f"The reward function `{function_name(function)}` cannot be called: {cause}. It gets "
-            f"{', '.join(REWARD_ARGUMENTS)} and the other columns of {dataset} ({available}), all by keyword; end its "
-            "parameters with `**kwargs`, and add a missing column, or rename the parameter."
+            f"{', '.join(REWARD_ARGUMENTS)} and the other columns of {dataset} ({available}), all "
+            "by keyword; end its parameters with `**kwargs`, and add a missing column, or rename "
+            "the parameter."
         ) from None
 
 
 def _is_reward(entry: Any) -> bool:
-    return hasattr(entry, "name") and callable(getattr(entry, "score", None)) and not isinstance(entry, nn.Module)
+    return (
+        hasattr(entry, "name")
+        and callable(getattr(entry, "score", None))
+        and not isinstance(entry, nn.Module)
+    )
 
 
 def _is_function(entry: Any) -> bool:
@@ -55,33 +64,51 @@ def no_reward(completions: list, **kwargs: Any) -> list[float]:
 
 
 def check_reward_arguments(
-    reward_funcs: list, monitor_funcs: list, processing_classes: Any, args: PPOConfig, of_environments: bool = False
+    reward_funcs: list,
+    monitor_funcs: list,
+    processing_classes: Any,
+    args: PPOConfig,
+    of_environments: bool = False,
 ) -> None:
-    """Check rewards before weights are loaded; there may be none if environments, or a knowing reference, teach."""
+    """Check rewards before weights are loaded; there may be none if environments, or a knowing
+    reference, teach."""
     if not (reward_funcs or of_environments or args.reference_prompt):
-        raise ValueError("`reward_funcs` is empty; pass a reward, or an environment with `get_reward` or `step`.")
+        raise ValueError(
+            "`reward_funcs` is empty; pass a reward, or an environment with `get_reward` or `step`."
+        )
     rewards = [*reward_funcs, *monitor_funcs]
     for reward in rewards:
         if not (_is_function(reward) or isinstance(reward, MODELS) or _is_reward(reward)):
             raise TypeError(
-                "A reward must be a function, a classifier (id, path or model), a `RewardAdapter`, a `ProcessReward`, "
-                f"or an object with `name` and `score` such as `Judge`, got {reward!r}."
+                "A reward must be a function, a classifier (id, path or model), a "
+                "`RewardAdapter`, a `ProcessReward`, or an object with `name` and `score` such as "
+                f"`Judge`, got {reward!r}."
             )
-    for name, values in (("reward_processing_classes", processing_classes), ("reward_weights", args.reward_weights)):
+    for name, values in (
+        ("reward_processing_classes", processing_classes),
+        ("reward_weights", args.reward_weights),
+    ):
         if values is not None and len(values) != len(reward_funcs):
-            raise ValueError(f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; they must match.")
+            raise ValueError(
+                f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; they must "
+                "match."
+            )
     _check_labels(reward_funcs, monitor_funcs, args)
 
 
 def _check_labels(reward_funcs: list, monitor_funcs: list, args: PPOConfig) -> None:
-    """Check `reward_label` by the configs of the models, before weights are loaded; each label must be used."""
+    """Check `reward_label` by the configs of the models, before weights are loaded; each label
+    must be used."""
     of_rewards, of_monitors = reward_labels(args.reward_label, reward_funcs, monitor_funcs)
     is_list = isinstance(args.reward_label, list)
     uses_label = args.reward_label in (None, 0) or args.critic_init is not None
     for reward, label in zip([*reward_funcs, *monitor_funcs], [*of_rewards, *of_monitors]):
         num_labels = 1
         if isinstance(reward, str | ProcessReward):
-            model_id = reward if isinstance(reward, str) else reward.model
+            if isinstance(reward, str):
+                model_id = reward
+            else:
+                model_id = reward.model
             config = reward_config(model_id, args)
             num_labels = config.num_labels
             has_default = label is None and is_process_model(config) and num_labels == 2
@@ -89,12 +116,20 @@ def _check_labels(reward_funcs: list, monitor_funcs: list, args: PPOConfig) -> N
                 checked_label(model_id, num_labels, label, config)
         elif isinstance(reward, PreTrainedModel | PeftModel):
             num_labels = reward.config.num_labels
-        if is_list and label not in (None, 0) and num_labels == 1 and not isinstance(reward, RewardAdapter):
-            raise ValueError(f"`reward_label` has {label!r} for a reward with one output; give None for it.")
+        if (
+            is_list
+            and label not in (None, 0)
+            and num_labels == 1
+            and not isinstance(reward, RewardAdapter)
+        ):
+            raise ValueError(
+                f"`reward_label` has {label!r} for a reward with one output; give None for it."
+            )
         uses_label = uses_label or is_list or num_labels > 1 or isinstance(reward, RewardAdapter)
     if not uses_label:
         raise ValueError(
-            f"`reward_label={args.reward_label}` needs a reward model with several outputs in `reward_funcs`; omit it."
+            f"`reward_label={args.reward_label}` needs a reward model with several outputs in "
+            "`reward_funcs`; omit it."
         )
 
 
@@ -107,28 +142,35 @@ def reward_config(model_id: str, args: PPOConfig) -> Any:
             raise
         # config files of open-r1 name functions of their own script
         raise ValueError(
-            f"{error} If `{model_id}` is a function, pass it, or in a config file its dotted path, such as "
-            f"my_rewards.{model_id}, or the name of one of trl.rewards, such as accuracy_reward."
+            f"{error} If `{model_id}` is a function, pass it, or in a config file its dotted path, "
+            f"such as my_rewards.{model_id}, or the name of one of trl.rewards, such as "
+            "accuracy_reward."
         ) from None
 
 
-def reward_labels(label: Any, reward_funcs: Sequence[Any], monitor_funcs: Sequence[Any]) -> tuple[list, list]:
-    """Labels of the rewards, and of the monitored ones, from a list, or from one for all models with several."""
+def reward_labels(
+    label: Any, reward_funcs: Sequence[Any], monitor_funcs: Sequence[Any]
+) -> tuple[list, list]:
+    """Labels of the rewards, and of the monitored ones, from a list, or from one for all models
+    with several."""
     count = len(reward_funcs)
     total = count + len(monitor_funcs)
     if not isinstance(label, list):
         return [label] * count, [label] * len(monitor_funcs)
     if len(label) not in (count, total):
         raise ValueError(
-            f"`reward_label` has {len(label)} entries for {count} rewards and {total - count} monitored ones; give "
-            "one for each, and None for those without labels."
+            f"`reward_label` has {len(label)} entries for {count} rewards and {total - count} "
+            "monitored ones; give one for each, and None for those without labels."
         )
     labels = [*label, *[None] * (total - len(label))]
     return labels[:count], labels[count:]
 
 
-def check_reward_columns(reward_funcs: Sequence[Any], dataset: Any, name: str, others: Sequence[str] = ()) -> None:
-    """Check that functions can be called with the columns of a dataset, or of each one in a mapping, and others."""
+def check_reward_columns(
+    reward_funcs: Sequence[Any], dataset: Any, name: str, others: Sequence[str] = ()
+) -> None:
+    """Check that functions can be called with the columns of a dataset, or of each one in a
+    mapping, and others."""
     if isinstance(dataset, dict):
         for key, entry in dataset.items():
             check_reward_columns(reward_funcs, entry, f"{name}[{key!r}]", others)
@@ -148,27 +190,40 @@ def build_rewards(
     labels: Sequence[int | str | None] | None = None,
 ) -> list[Reward]:
     """Turn the rewards that a user passed into [`Reward`]s, and load models and adapters."""
-    batch_size, trusted = args.per_device_reward_batch_size, args.trust_remote_code
+    batch_size = args.per_device_reward_batch_size
+    trusted = args.trust_remote_code
 
     def load(model_id: str, of_tokens: bool = False) -> PreTrainedModel:
         quantize = args.reward_quantization
-        return load_classifier(model_id, actor_critic.dtype, quantize, args.device, trusted, of_tokens)
+        return load_classifier(
+            model_id, actor_critic.dtype, quantize, args.device, trusted, of_tokens
+        )
 
     rewards: list[Reward] = []
     without = [None] * len(reward_funcs)
     if labels is None:
         labels = reward_labels(args.reward_label, reward_funcs, [])[0]
     # rewards of environments, which come last, have no label
-    for entry, own_tokenizer, label in zip(reward_funcs, processing_classes or without, [*labels, *without]):
+    for entry, own_tokenizer, label in zip(
+        reward_funcs, processing_classes or without, [*labels, *without]
+    ):
         if isinstance(entry, str):
             config = reward_config(entry, args)
-            entry = ProcessReward(entry) if is_process_model(config) else load(entry)
+            if is_process_model(config):
+                entry = ProcessReward(entry)
+            else:
+                entry = load(entry)
         if isinstance(entry, PreTrainedModel | PeftModel):
-            entry = entry if getattr(entry, "is_quantized", False) else entry.to(args.device)
+            if getattr(entry, "is_quantized", False):
+                entry = entry
+            else:
+                entry = entry.to(args.device)
             rewards.append(ClassifierReward(entry, own_tokenizer, batch_size, label, trusted))
         elif isinstance(entry, ProcessReward):
             model = load(entry.model, of_tokens=True)
-            rewards.append(ProcessScorer(entry, model, tokenizer, own_tokenizer, batch_size, label, trusted))
+            rewards.append(
+                ProcessScorer(entry, model, tokenizer, own_tokenizer, batch_size, label, trusted)
+            )
         elif isinstance(entry, RewardAdapter):
             rewards.append(AdapterReward(entry, actor_critic, tokenizer, batch_size, label))
         elif _is_reward(entry):

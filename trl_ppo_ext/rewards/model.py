@@ -1,4 +1,5 @@
-"""Frozen sequence classifiers as rewards: models (4-bit by default) and adapters on the policy's base."""
+"""Frozen sequence classifiers as rewards: models (4-bit by default) and adapters on the policy's
+base."""
 
 import re
 import sys
@@ -37,9 +38,10 @@ def checked_label(name: str, num_labels: int, label: int | str | None, config: A
     if number is None or number not in range(num_labels):
         names = ", ".join(map(repr, sorted(numbers, key=numbers.__getitem__))) or "a name"
         raise RewardError(
-            f"The reward model `{name}` has {num_labels} labels, but a reward is one number; set `reward_label` to "
-            f"one of {names}, or 0 to {num_labels - 1}, got {label}. With several reward models, give a list with a "
-            "label for each reward, and None for those without labels."
+            f"The reward model `{name}` has {num_labels} labels, but a reward is one number; set "
+            f"`reward_label` to one of {names}, or 0 to {num_labels - 1}, got {label}. With "
+            "several reward models, give a list with a label for each reward, and None for those "
+            "without labels."
         )
     return number
 
@@ -59,7 +61,9 @@ def load_classifier(
     elif quantize in ("nf4", "fp4"):
         kind = {"bnb_4bit_quant_type": quantize, "bnb_4bit_use_double_quant": True}
         quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **kind)
-    classifiers: Any = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    classifiers: Any = (
+        AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    )
     model, report = classifiers.from_pretrained(
         model_id,
         dtype=dtype,
@@ -80,14 +84,20 @@ def frozen(model: PreTrainedModel | PeftModel) -> PreTrainedModel | PeftModel:
     model.requires_grad_(False).eval()
     for module in model.modules():
         # the 4-bit kernel of CPUs with AVX512-BF16 takes whole blocks of 32 rows and 64 columns
-        if hasattr(module, "support_avx512bf16_for_cpu") and (module.out_features % 32 or module.in_features % 64):
+        if hasattr(module, "support_avx512bf16_for_cpu") and (
+            module.out_features % 32 or module.in_features % 64
+        ):
             module.support_avx512bf16_for_cpu = False
     return model
 
 
 def is_decoder(model: PreTrainedModel | PeftModel) -> bool:
-    """Whether a classifier is one of transformers' decoders, which have a score head and a cache."""
-    classifier = model.get_base_model() if isinstance(model, PeftModel) else model
+    """Whether a classifier is one of transformers' decoders, which have a score head and a
+    cache."""
+    if isinstance(model, PeftModel):
+        classifier = model.get_base_model()
+    else:
+        classifier = model
     return isinstance(getattr(classifier, "score", None), nn.Module)
 
 
@@ -95,7 +105,8 @@ def load_tokenizer(name: str, model_id: str, trust_remote_code: bool) -> PreTrai
     """Load the tokenizer of a reward model."""
     if not model_id:
         raise RewardError(
-            f"The reward model `{name}` has no id to load a tokenizer from; pass one in `reward_processing_classes`."
+            f"The reward model `{name}` has no id to load a tokenizer from; pass one in "
+            "`reward_processing_classes`."
         )
     return AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
 
@@ -107,7 +118,8 @@ def context_length(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def pooled_place(ids: list[int], pad_token_id: int | None) -> int:
-    """Place of the token at which transformers' decoders read a score: the last one that is not the pad token.
+    """Place of the token at which transformers' decoders read a score: the last one that is not the
+    pad token.
 
     With pad = EOS that is the token before EOS, and the head was trained there.
     """
@@ -123,7 +135,9 @@ def ends_no_row(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> in
     return next(token for token in candidates if token is not None and token not in ends)
 
 
-def padded(rows: list[list[int]], pad_token_id: int, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def padded(
+    rows: list[list[int]], pad_token_id: int, side: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Token ids and their mask, `[rows, length]`."""
     ids = [torch.tensor(row) for row in rows]
     masks = [torch.ones(len(row), dtype=torch.long) for row in rows]
@@ -135,10 +149,15 @@ def padded(rows: list[list[int]], pad_token_id: int, side: str, device: torch.de
 class SequenceScorer:
     """Scores prompt and completion as one text."""
 
-    _score: ClassVar[Callable[[Any, list[list[int]]], Tensor]]  # scores of rows of token ids, `[rows]`
+    # scores of rows of token ids, `[rows]`
+    _score: ClassVar[Callable[[Any, list[list[int]]], Tensor]]
 
     def __init__(
-        self, name: str, tokenizer: PreTrainedTokenizerBase, batch_size: int, context_length: int = sys.maxsize
+        self,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int,
+        context_length: int = sys.maxsize,
     ):
         self.name = name
         self.tokenizer = tokenizer
@@ -148,20 +167,29 @@ class SequenceScorer:
     def encode(self, prompts: list, completions: list) -> list[list[int]]:
         """Tokenize prompts with their completions."""
         pairs = zip(prompts, completions)
-        return [encode_completed(prompt, completion, self.tokenizer) for prompt, completion in pairs]
+        return [
+            encode_completed(prompt, completion, self.tokenizer) for prompt, completion in pairs
+        ]
 
     def score(self, batch: ScoringBatch) -> list[float | RewardError]:
-        """Score completions in batches of similar length; one that the model cannot read fails by itself."""
-        rows, scores = dict[int, list[int]](), dict[int, float | RewardError]()
+        """Score completions in batches of similar length; one that the model cannot read fails
+        by itself."""
+        rows = dict[int, list[int]]()
+        scores = dict[int, float | RewardError]()
         for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
             try:
                 (rows[row],) = self.encode([prompt], [completion])
-                if (length := len(rows[row])) > self.context_length:
+                length = len(rows[row])
+                if length > self.context_length:
                     remedy = "lower `max_completion_length`, or drop long prompts"
-                    raise ValueError(f"with its prompt it has {length} tokens of {self.context_length}; {remedy}")
+                    raise ValueError(
+                        f"with its prompt it has {length} tokens of {self.context_length}; {remedy}"
+                    )
             except Exception as error:  # e.g. its chat template rejects a sampled call
                 cause = f"{type(error).__name__}: {shortened(error)}"
-                scores[row] = RewardError(f"The reward model `{self.name}` cannot score completion {row}: {cause}.")
+                scores[row] = RewardError(
+                    f"The reward model `{self.name}` cannot score completion {row}: {cause}."
+                )
         by_length = sorted(rows.keys() - scores.keys(), key=lambda row: (len(rows[row]), row))
         parts = []
         for start in range(0, len(by_length), self.batch_size):
@@ -189,7 +217,8 @@ class ClassifierReward(SequenceScorer):
         tokenizer = tokenizer or load_tokenizer(name, model_id, trust_remote_code)
         super().__init__(name, tokenizer, batch_size, context_length(model.config, tokenizer))
         self.model = frozen(model)
-        # decoders pool by their pad token, from the right; other models are padded as their tokenizer does
+        # decoders pool by their pad token, from the right; other models are padded as their
+        # tokenizer does
         self.is_decoder = is_decoder(model)
 
     @torch.inference_mode()
@@ -198,20 +227,32 @@ class ClassifierReward(SequenceScorer):
         config = self.model.config.get_text_config()
         trained_with = config.pad_token_id
         has_pad = trained_with is not None and trained_with >= 0  # some files have -1 for none
-        pad_token_id = trained_with if has_pad else ends_no_row(rows, self.tokenizer)
-        side = "right" if self.is_decoder else self.tokenizer.padding_side
+        if has_pad:
+            pad_token_id = trained_with
+        else:
+            pad_token_id = ends_no_row(rows, self.tokenizer)
+        if self.is_decoder:
+            side = "right"
+        else:
+            side = self.tokenizer.padding_side
         input_ids, mask = padded(rows, pad_token_id, side, device)
-        without_cache = {"use_cache": False} if self.is_decoder else {}
+        if self.is_decoder:
+            without_cache = {"use_cache": False}
+        else:
+            without_cache = {}
         config.pad_token_id = pad_token_id  # without one, a decoder refuses to pool several rows
         try:
-            return self.model(input_ids=input_ids, attention_mask=mask, **without_cache).logits[:, self.label]
+            return self.model(input_ids=input_ids, attention_mask=mask, **without_cache).logits[
+                :, self.label
+            ]
         finally:
             config.pad_token_id = trained_with
 
 
 @dataclass(frozen=True)
 class RewardAdapter:
-    """LoRA adapter on the policy's base that was trained as a sequence classifier, for `reward_funcs`.
+    """LoRA adapter on the policy's base that was trained as a sequence classifier, for
+    `reward_funcs`.
 
     The adapter and its score head are loaded next to the policy's adapter.
 
@@ -219,8 +260,8 @@ class RewardAdapter:
         path (`str`): Directory or Hub id of the adapter.
         name (`str`, *optional*): Name in metrics. Defaults to the last part of `path`.
         check_base (`bool`, *optional*, defaults to `True`):
-            Whether the adapter must name the policy's base model as its own. Set it to `False` if the same weights
-            have two names; shapes and tokenizers are compared in any case.
+            Whether the adapter must name the policy's base model as its own. Set it to `False` if
+            the same weights have two names; shapes and tokenizers are compared in any case.
     """
 
     path: str
@@ -244,27 +285,38 @@ class AdapterReward(SequenceScorer):
         files = read_adapter(path)
         self.pad_token_id = actor_critic.config.get_text_config().pad_token_id
         if adapter.check_base:
-            remedy = "Load the policy from that base, or set `check_base=False` if the weights are the same."
+            remedy = (
+                "Load the policy from that base, or set `check_base=False` if the weights are the "
+                "same."
+            )
             base = actor_critic.config._name_or_path
             check_same_base(path, files.config.base_model_name_or_path, base, remedy)
         if find_file(path, "tokenizer_config.json") is not None:
             theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             if theirs.get_vocab() != tokenizer.get_vocab():
                 raise RewardError(
-                    f"The reward adapter `{path}` was trained with another tokenizer ({len(theirs)} tokens) than the "
-                    f"policy's ({len(tokenizer)} tokens); merge the adapter into its base and pass that model."
+                    f"The reward adapter `{path}` was trained with another tokenizer "
+                    f"({len(theirs)} tokens) than the policy's ({len(tokenizer)} tokens); merge "
+                    "the adapter into its base and pass that model."
                 )
-            if theirs.pad_token_id is not None:  # trainers give the classifier the pad token of its tokenizer
+            # trainers give the classifier the pad token of its tokenizer
+            if theirs.pad_token_id is not None:
                 self.pad_token_id = theirs.pad_token_id
         if "weight" not in files.head:
             cause = f"The reward adapter `{path}` has no score head ({' or '.join(SCORE_HEADS)})"
-            raise RewardError(f'{cause}; train it with `task_type="SEQ_CLS"`, which saves the head.')
+            raise RewardError(
+                f'{cause}; train it with `task_type="SEQ_CLS"`, which saves the head.'
+            )
         self.label = checked_label(self.name, len(files.head["weight"]), label)
         self.actor_critic = actor_critic
         try:
-            self.adapter_name = actor_critic.add_frozen_adapter(self.name, files.config, files.weights)
+            self.adapter_name = actor_critic.add_frozen_adapter(
+                self.name, files.config, files.weights
+            )
         except ValueError as error:
-            raise RewardError(f"The reward adapter `{path}` does not fit the policy's base: {error}") from None
+            raise RewardError(
+                f"The reward adapter `{path}` does not fit the policy's base: {error}"
+            ) from None
         self.head = {key: x.float().to(actor_critic.device) for key, x in files.head.items()}
 
     @torch.no_grad()
@@ -279,6 +331,9 @@ class AdapterReward(SequenceScorer):
             return outputs.last_hidden_state[torch.arange(len(rows), device=device), places]
 
         states = self.actor_critic.read_trunk(read, self.adapter_name)
-        head = {key: x.to(states.device) for key, x in self.head.items()}  # the model may have moved since
+        # the model may have moved since
+        head = {key: x.to(states.device) for key, x in self.head.items()}
         with torch.autocast(states.device.type, enabled=False):
-            return torch.nn.functional.linear(states.float(), head["weight"], head.get("bias"))[:, self.label]
+            return torch.nn.functional.linear(states.float(), head["weight"], head.get("bias"))[
+                :, self.label
+            ]

@@ -10,7 +10,15 @@ from trl import is_conversational
 
 from ..redaction import shortened
 from ..text import encode_chat, encode_marked, encode_text, protected
-from .model import checked_label, context_length, ends_no_row, frozen, is_decoder, load_tokenizer, padded
+from .model import (
+    checked_label,
+    context_length,
+    ends_no_row,
+    frozen,
+    is_decoder,
+    load_tokenizer,
+    padded,
+)
 from .scoring import RewardError, ScoringBatch
 
 
@@ -18,16 +26,19 @@ from .scoring import RewardError, ScoringBatch
 class ProcessReward:
     r"""Token classifier that scores the steps of a completion, for `reward_funcs`.
 
-    It reads the prompt and the steps as TRL's `PRMTrainer` trained it, with a separator after each step, and is read
-    at the last token of that separator. The reward of a step is the probability that it is right, or the output of a
-    model with a single one. It is paid at the token of the policy that ends the step.
+    It reads the prompt and the steps as TRL's `PRMTrainer` trained it, with a separator after each
+    step, and is read at the last token of that separator. The reward of a step is the probability
+    that it is right, or the output of a model with a single one. It is paid at the token of the
+    policy that ends the step.
 
     Source: https://huggingface.co/papers/2305.20050
 
     Args:
         model (`str`): Id or path.
-        step_separator (`str`, *optional*, defaults to `"\n"`): Text after each step, as in training.
-        split_by (`str`, *optional*): Text between the steps of a completion. Defaults to `step_separator`.
+        step_separator (`str`, *optional*, defaults to `"\n"`): Text after each step, as in
+        training.
+        split_by (`str`, *optional*): Text between the steps of a completion. Defaults to
+        `step_separator`.
         name (`str`, *optional*): Name in metrics. Defaults to the last part of `model`.
     """
 
@@ -49,7 +60,8 @@ def is_process_model(config: Any) -> bool:
 
 
 def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
-    """Steps of a completion, and where each ends in its text, with the separator; blank ones are skipped."""
+    """Steps of a completion, and where each ends in its text, with the separator; blank ones are
+    skipped."""
     steps = []
     end = 0
     for part in text.split(separator):
@@ -61,7 +73,8 @@ def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
 
 def token_at(ids: list[int], end: int, tokenizer: PreTrainedTokenizerBase) -> int:
     """Place of the first token with which the text of a completion reaches a length."""
-    low, high = 0, len(ids) - 1
+    low = 0
+    high = len(ids) - 1
     while low < high:
         middle = (low + high) // 2
         if len(tokenizer.decode(ids[: middle + 1], skip_special_tokens=True)) >= end:
@@ -103,7 +116,8 @@ class ProcessScorer:
         else:
             ids = encode_text(prompt, self.tokenizer).ids
             bos = self.tokenizer.bos_token_id
-            if bos is not None and ids[:1] != [bos]:  # `PRMTrainer` adds it, also if the tokenizer does not
+            # `PRMTrainer` adds it, also if the tokenizer does not
+            if bos is not None and ids[:1] != [bos]:
                 ids = [bos, *ids]
         separator = encode_marked(self.separator, self.tokenizer)
         ends = []
@@ -121,7 +135,9 @@ class ProcessScorer:
                 rows[row] = self._steps(batch, row)
             except Exception as error:  # e.g. its chat template rejects the prompt
                 cause = f"{type(error).__name__}: {shortened(error)}"
-                results[row] = RewardError(f"The reward model `{self.name}` cannot score completion {row}: {cause}.")
+                results[row] = RewardError(
+                    f"The reward model `{self.name}` cannot score completion {row}: {cause}."
+                )
         by_length = sorted(rows, key=lambda row: len(rows[row][0]))
         for start in range(0, len(by_length), self.batch_size):
             numbers = by_length[start : start + self.batch_size]
@@ -132,17 +148,21 @@ class ProcessScorer:
         return [results[row] for row in range(len(batch))]
 
     def _steps(self, batch: ScoringBatch, row: int) -> tuple[list[int], list[int], list[int]]:
-        """Token ids that the model reads, where it speaks in them, and the policy's tokens that end the steps."""
-        completion, ids = batch.completions[row], batch.completion_ids[row]
+        """Token ids that the model reads, where it speaks in them, and the policy's tokens that
+        end the steps."""
+        completion = batch.completions[row]
+        ids = batch.completion_ids[row]
         if not isinstance(completion, str) and len(completion) != 1:
-            raise ValueError(f"steps are those of one turn, but the completion has {len(completion)} messages")
+            raise ValueError(
+                f"steps are those of one turn, but the completion has {len(completion)} messages"
+            )
         text = self.policy_tokenizer.decode(ids, skip_special_tokens=True)
         steps = steps_of(text, self.split_by)
         read, ends = self.encode(batch.prompts[row], [step for step, _ in steps])
         if len(read) > self.context_length:
             raise ValueError(
-                f"with its prompt it has {len(read)} tokens of {self.context_length}; lower `max_completion_length`, "
-                "or drop long prompts"
+                f"with its prompt it has {len(read)} tokens of {self.context_length}; lower "
+                "`max_completion_length`, or drop long prompts"
             )
         places = [token_at(ids, end, self.policy_tokenizer) for _, end in steps]
         places[-1] = len(ids) - 1  # EOS belongs to the last step
@@ -153,6 +173,13 @@ class ProcessScorer:
         """Reward at each token, `[rows, length]`."""
         device = self.model.get_input_embeddings().weight.device
         input_ids, mask = padded(rows, ends_no_row(rows, self.tokenizer), "right", device)
-        without_cache = {"use_cache": False} if is_decoder(self.model) else {}
-        logits = self.model(input_ids=input_ids, attention_mask=mask, **without_cache).logits.float()
-        return logits[..., 0] if logits.shape[-1] == 1 else logits.softmax(-1)[..., self.label]
+        if is_decoder(self.model):
+            without_cache = {"use_cache": False}
+        else:
+            without_cache = {}
+        logits = self.model(
+            input_ids=input_ids, attention_mask=mask, **without_cache
+        ).logits.float()
+        if logits.shape[-1] == 1:
+            return logits[..., 0]
+        return logits.softmax(-1)[..., self.label]

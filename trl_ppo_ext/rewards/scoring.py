@@ -1,4 +1,5 @@
-"""Score completions: all rewards, their failures, the shaping of their sum, and guards around users' code."""
+"""Score completions: all rewards, their failures, the shaping of their sum, and guards around
+users' code."""
 
 import inspect
 import math
@@ -25,13 +26,17 @@ from ..redaction import shortened
 logger = logging.get_logger(__name__)
 
 CPU = torch.device("cpu")
-LARGEST_SCORE = 1e9  # sums of squares of larger ones, in statistics and losses, may overflow float32
+# sums of squares of larger ones, in statistics and losses, may overflow float32
+LARGEST_SCORE = 1e9
 _SHARED: random.Random = random.random.__self__  # type: ignore[attr-defined]
 _OWN = ContextVar("_OWN", default=_SHARED)  # generator from which the functions of `random` draw
 
 
 class RewardError(ValueError):
-    """Raised when a reward fails or returns a score that cannot be trained on. The message names the reward."""
+    """Raised when a reward fails or returns a score that cannot be trained on.
+
+    The message names the reward.
+    """
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,8 @@ class ScoringBatch:
     """Input of a reward, with one list entry per completion."""
 
     prompts: list  # prompts as in the dataset: text or chat messages
-    completions: list  # text, or messages if prompts are messages: the assistant's and, in episodes, the answers
+    # text, or messages if prompts are messages: the assistant's and, in episodes, the answers
+    completions: list
     completion_ids: list[list[int]]  # token ids of the completions
     columns: dict[str, list] = field(default_factory=dict)  # other columns of the dataset
     trainer_state: Any = None  # for schedules in a reward
@@ -54,8 +60,9 @@ class ScoringBatch:
 class Reward(Protocol):
     """Named scorer of a batch.
 
-    `score` returns one entry per completion: a number; `None` if the reward does not apply; a list with one number
-    per token; a list of `(position, reward)` pairs; or a [`RewardError`] if this completion failed.
+    `score` returns one entry per completion: a number; `None` if the reward does not apply; a list
+    with one number per token; a list of `(position, reward)` pairs; or a [`RewardError`] if this
+    completion failed.
     """
 
     name: str
@@ -68,18 +75,25 @@ class FunctionReward:
     """Function with the signature of TRL's reward functions. It may be asynchronous."""
 
     def __init__(self, function: Callable[..., Any]):
-        self.function, self.name = function, function_name(function)
+        self.function = function
+        self.name = function_name(function)
 
     def score(self, batch: ScoringBatch) -> Any:
         """Call the function with what TRL passes."""
         passed = {name: getattr(batch, name) for name in REWARD_ARGUMENTS} | batch.columns
-        # a function may change its input, which other rewards, other completions of the prompt and the log share
-        copies = {name: [deepcopy(entry) for entry in x] if isinstance(x, list) else x for name, x in passed.items()}
+        # a function may change its input, which other rewards, other completions of the prompt and
+        # the log share
+        copies = {
+            name: [deepcopy(entry) for entry in x] if isinstance(x, list) else x
+            for name, x in passed.items()
+        }
         environments = [episode.environment for episode in batch.episodes]
         if any(environment is not None for environment in environments):
             copies["environments"] = environments  # themselves, as in TRL
         result = self.function(**copies)
-        return list(result) if isinstance(result, Iterator) else result
+        if isinstance(result, Iterator):
+            return list(result)
+        return result
 
 
 def function_name(function: Callable) -> str:
@@ -92,8 +106,11 @@ def function_name(function: Callable) -> str:
 class Scores(NamedTuple):
     """Checked scores of one reward."""
 
-    tokens: Tensor  # [batch, response] a plain number is at the last token; NaN if the reward does not apply or failed
-    places: Tensor  # [batch, response] True where the reward may enter: all tokens of a list, or those of pairs
+    # [batch, response] a plain number is at the last token; NaN if the reward does not apply or
+    # failed
+    tokens: Tensor
+    # [batch, response] True where the reward may enter: all tokens of a list, or those of pairs
+    places: Tensor
     failures: dict[int, RewardError]  # errors by completion
 
     @property
@@ -102,59 +119,86 @@ class Scores(NamedTuple):
         return self.tokens.sum(1)
 
 
-def read_scores(name: str, scores: Any, lengths: Sequence[int], nan_is_none: bool = False) -> Scores:
+def read_scores(
+    name: str, scores: Any, lengths: Sequence[int], nan_is_none: bool = False
+) -> Scores:
     """Check the scores that a reward returned, or its exception, and place them at their tokens."""
     expected = len(lengths)
-    entries = scores.tolist() if hasattr(scores, "tolist") else scores
+    if hasattr(scores, "tolist"):
+        entries = scores.tolist()
+    else:
+        entries = scores
     # if entries cannot be assigned to completions, all of them fail
     if isinstance(scores, RewardError):
         entries = [scores] * expected
     elif isinstance(scores, FAILURES):
-        failure = RewardError(f"The reward `{name}` failed with {type(scores).__name__}: {shortened(scores, 2000)}")
+        failure = RewardError(
+            f"The reward `{name}` failed with {type(scores).__name__}: {shortened(scores, 2000)}"
+        )
         failure.__cause__ = scores
         entries = [failure] * expected
     elif not isinstance(entries, list | tuple) or len(entries) != expected:
-        returned = f"{len(entries)} scores" if isinstance(entries, list | tuple) else f"a {type(scores).__name__}"
+        if isinstance(entries, list | tuple):
+            returned = f"{len(entries)} scores"
+        else:
+            returned = f"a {type(scores).__name__}"
         cause = f"The reward `{name}` returned {returned} for {expected} completions; "
-        entries = [RewardError(cause + "it must return a list with one entry per completion.")] * expected
+        entries = [
+            RewardError(cause + "it must return a list with one entry per completion.")
+        ] * expected
 
-    tokens = torch.full((expected, max(lengths)), torch.nan, dtype=torch.float32)  # a reward may set the default
+    # a reward may set the default
+    tokens = torch.full((expected, max(lengths)), torch.nan, dtype=torch.float32)
     places = torch.zeros_like(tokens, dtype=torch.bool)
     failures = {}
     for index, (entry, length) in enumerate(zip(entries, lengths)):
         if isinstance(entry, RewardError):
             failures[index] = entry
-        elif entry is not None and not (nan_is_none and isinstance(entry, float | np.floating) and math.isnan(entry)):
+        elif entry is not None and not (
+            nan_is_none and isinstance(entry, float | np.floating) and math.isnan(entry)
+        ):
             try:
                 tokens[index], places[index] = _at_tokens(entry, length, max(lengths))
             except ValueError as error:
                 cause, remedy = error.args
-                failures[index] = RewardError(f"The reward `{name}` returned {cause} for completion {index}{remedy}")
+                failures[index] = RewardError(
+                    f"The reward `{name}` returned {cause} for completion {index}{remedy}"
+                )
     return Scores(tokens, places, failures)
 
 
 def _at_tokens(entry: Any, length: int, width: int) -> tuple[Tensor, Tensor]:
-    """Scores of one completion at its tokens, and where they enter; an error has a cause and a remedy."""
+    """Scores of one completion at its tokens, and where they enter; an error has a cause and a
+    remedy."""
     pairs: Iterable[Any] = [(length - 1, entry)]
     if isinstance(entry, list | tuple) and all(isinstance(pair, list | tuple) for pair in entry):
         pairs = entry
         kinds = int | np.integer
-        if not all(len(pair) == 2 and isinstance(pair[0], kinds) and 0 <= pair[0] < length for pair in entry):
+        if not all(
+            len(pair) == 2 and isinstance(pair[0], kinds) and 0 <= pair[0] < length
+            for pair in entry
+        ):
             raise ValueError(
                 f"the pairs {shortened(list(entry))}",
-                f"; they must be (position, reward) with positions from 0 to {length - 1}, the last token.",
+                f"; they must be (position, reward) with positions from 0 to {length - 1}, the "
+                "last token.",
             )
     elif isinstance(entry, list | tuple):
         pairs = enumerate(entry)
         if len(entry) != length:
-            remedy = f", which has {length} tokens; return one per token, or (position, reward) pairs."
+            remedy = (
+                f", which has {length} tokens; return one per token, or (position, reward) pairs."
+            )
             raise ValueError(f"{len(entry)} token rewards", remedy)
     tokens = torch.zeros(width, dtype=torch.float32)
     places = torch.zeros(width, dtype=torch.bool)
     for position, value in pairs:
         number = math.nan
         with suppress(TypeError, ValueError, OverflowError):
-            number = math.nan if isinstance(value, str) else float(value)
+            if isinstance(value, str):
+                number = math.nan
+            else:
+                number = float(value)
         if not abs(number) <= LARGEST_SCORE:
             remedy = "; a score must be a finite number, or None if the reward does not apply"
             remedy += f", and at most {LARGEST_SCORE:g} in size."
@@ -185,7 +229,10 @@ class Scored(NamedTuple):
 
 
 def collect_scores(rewards: Sequence[Reward], batch: ScoringBatch) -> list[Scores]:
-    """Score a batch with each reward. Asynchronous rewards run together, and exceptions become failures."""
+    """Score a batch with each reward.
+
+    Asynchronous rewards run together, and exceptions become failures.
+    """
     results: list[Any] = []
     for reward in rewards:
         try:
@@ -232,8 +279,9 @@ def score_all(
             raise first or RewardError(f"The reward `{reward.name}` failed on another process.")
         if count > max_failures * counts[-1]:
             raise RewardError(
-                f"The reward `{reward.name}` failed for {count} of {counts[-1]} completions, more than "
-                f"max_reward_failures={max_failures} allows. First cause: {first or 'it failed on another process'}"
+                f"The reward `{reward.name}` failed for {count} of {counts[-1]} completions, more "
+                f"than max_reward_failures={max_failures} allows. First cause: "
+                f"{first or 'it failed on another process'}"
             ) from first
         if first:
             logger.warning("%s; %d of %d completions are skipped.", first, count, counts[-1])
@@ -242,8 +290,13 @@ def score_all(
     totals = torch.stack([scores.totals for scores in all_scores], 1)
     unscored = totals.isnan().all(1)
     if unscored.all() and not any(scores.failures for scores in all_scores):
-        logger.warning("No reward applies to any of %d completions; nothing is learned from them.", len(batch))
-    weighted = [s.tokens.nan_to_num(0.0) * (1.0 if weights is None else weights[i]) for i, s in enumerate(all_scores)]
+        logger.warning(
+            "No reward applies to any of %d completions; nothing is learned from them.", len(batch)
+        )
+    weighted = [
+        s.tokens.nan_to_num(0.0) * (1.0 if weights is None else weights[i])
+        for i, s in enumerate(all_scores)
+    ]
     usable = ~(failed.any(1) | unscored)
     tokens = torch.stack(weighted).sum(0) * usable[:, None]
     places = torch.stack([scores.places for scores in all_scores]).any(0)
@@ -252,7 +305,8 @@ def score_all(
 
 
 def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.device) -> Tensor:
-    """Score a batch with rewards that are only logged, `[batch, monitors]`; NaN if one fails or does not apply."""
+    """Score a batch with rewards that are only logged, `[batch, monitors]`; NaN if one fails or
+    does not apply."""
     all_scores = collect_scores(monitors, batch)
     for first in [next(iter(scores.failures.values())) for scores in all_scores if scores.failures]:
         logger.warning("Of the monitored rewards one failed: %s", first)
@@ -260,9 +314,15 @@ def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.devic
 
 
 def capture_random_state(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores the random state of this moment, e.g. after code of the user."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    backend = None if device.type == "cpu" else torch.get_device_module(device)
+    """Return a function that restores the random state of this moment, e.g. after code of the
+    user."""
+    python = random.getstate()
+    numpy = np.random.get_state()
+    cpu = torch.get_rng_state()
+    if device.type == "cpu":
+        backend = None
+    else:
+        backend = torch.get_device_module(device)
     on_device = None if backend is None else backend.get_rng_state()
 
     def restore() -> None:
@@ -277,7 +337,8 @@ def capture_random_state(device: torch.device) -> Callable[[], None]:
 
 @contextmanager
 def fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed all random numbers within a context; afterwards they continue as if none had been drawn."""
+    """Seed all random numbers within a context; afterwards they continue as if none had been
+    drawn."""
     restore = capture_random_state(device)
     try:
         set_seed(seed)
@@ -288,12 +349,19 @@ def fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def guarded(seed: int, device: torch.device) -> Iterator[None]:
-    """Run code of the user: random numbers, default dtype, gradients and working directory stay those of the run."""
-    # code that seeds would repeat the next rollouts; one that changes the directory would move the checkpoints
-    dtype, functions = torch.get_default_dtype(), vars(random).copy()
+    """Run code of the user: random numbers, default dtype, gradients and working directory stay
+    those of the run."""
+    # code that seeds would repeat the next rollouts; one that changes the directory would move the
+    # checkpoints
+    dtype = torch.get_default_dtype()
+    functions = vars(random).copy()
     for name, function in functions.items():
         if getattr(function, "__self__", None) is _SHARED:  # environments seed it in threads
-            setattr(random, name, lambda *args, _name=name, **kwargs: getattr(_OWN.get(), _name)(*args, **kwargs))
+            setattr(
+                random,
+                name,
+                lambda *args, _name=name, **kwargs: getattr(_OWN.get(), _name)(*args, **kwargs),
+            )
     try:
         with fixed_seed(seed, device), chdir("."), torch.enable_grad():
             yield

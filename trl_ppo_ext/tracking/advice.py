@@ -1,4 +1,5 @@
-"""Advice: what went wrong in a run, what followed, and what to change; `templates/rules.yaml` has the texts."""
+"""Advice: what went wrong in a run, what followed, and what to change; `templates/rules.yaml`
+has the texts."""
 
 import fnmatch
 import math
@@ -23,34 +24,60 @@ def number(value: float) -> str:
     """Format a number with three digits, and thousands in full."""
     text = f"{value:.3g}"
     rounded = float(text)
-    return f"{rounded:,.0f}" if 1e3 <= abs(rounded) < 1e9 else text
+    if 1e3 <= abs(rounded) < 1e9:
+        return f"{rounded:,.0f}"
+    return text
 
 
 class Trend:
-    """Start and end of a curve, and its noise: with too few points NaN, which makes every comparison false."""
+    """Start and end of a curve, and its noise: with too few points NaN, which makes every
+    comparison false."""
 
     def __init__(self, curve: Series | None):
-        values = Series(dtype=float) if curve is None or len(curve) < FEWEST else curve
-        self.values, self.smooth = values, smooth(values)
-        fifth, enough = max(len(values) // 5, 1), len(values) >= FEWEST_TREND
-        self.start, self.end = float(values.iloc[:fifth].mean()), float(values.iloc[-fifth:].mean())
-        self.recent = float(values.iloc[-max(fifth, FEWEST_TREND) :].median()) if enough else math.nan  # no outliers
-        # The median absolute difference of neighbors estimates the noise without the trend and without a few jumps. Of
-        # few neighbors, it is often too small.
+        if curve is None or len(curve) < FEWEST:
+            values = Series(dtype=float)
+        else:
+            values = curve
+        self.values = values
+        self.smooth = smooth(values)
+        fifth = max(len(values) // 5, 1)
+        enough = len(values) >= FEWEST_TREND
+        self.start = float(values.iloc[:fifth].mean())
+        self.end = float(values.iloc[-fifth:].mean())
+        # no outliers
+        if enough:
+            self.recent = float(values.iloc[-max(fifth, FEWEST_TREND) :].median())
+        else:
+            self.recent = math.nan
+        # The median absolute difference of neighbors estimates the noise without the trend and
+        # without a few jumps. Of few neighbors, it is often too small.
         differences = values.diff()
         noise = 1.4826 / math.sqrt(2) * float((differences - differences.median()).abs().median())
         noise *= 1 + 3 / max(len(values) - 1, 1)
-        self.error = noise * math.sqrt(2 / fifth)  # standard error of `end - start` for independent points
-        if enough and abs(values.iloc[0] - self.start) > 4 * noise:  # a fast change would hide in the mean
-            self.start, self.error = float(values.iloc[0]), noise * math.sqrt(1 + 1 / fifth)
-        top, bottom, self.scale = self.smooth.max(), self.smooth.min(), float(self.smooth.abs().max())
-        order = values.rank().corr(Series(range(len(values)), values.index, dtype=float)) if enough else 0.0
-        is_ordered = abs(order) > min(0.94, 2.5 / math.sqrt(max(len(values) - 1, 1)))  # of noise, 1 % are
-        least = max(0 if is_ordered else 4 * self.error, 0.02 * self.scale)  # more than noise, and enough to matter
-        self.rises, self.falls = enough and self.end - self.start > least, enough and self.start - self.end > least
+        # standard error of `end - start` for independent points
+        self.error = noise * math.sqrt(2 / fifth)
+        # a fast change would hide in the mean
+        if enough and abs(values.iloc[0] - self.start) > 4 * noise:
+            self.start = float(values.iloc[0])
+            self.error = noise * math.sqrt(1 + 1 / fifth)
+        top = self.smooth.max()
+        bottom = self.smooth.min()
+        self.scale = float(self.smooth.abs().max())
+        if enough:
+            order = values.rank().corr(Series(range(len(values)), values.index, dtype=float))
+        else:
+            order = 0.0
+        # of noise, 1 % are
+        is_ordered = abs(order) > min(0.94, 2.5 / math.sqrt(max(len(values) - 1, 1)))
+        # more than noise, and enough to matter
+        least = max(0 if is_ordered else 4 * self.error, 0.02 * self.scale)
+        self.rises = enough and self.end - self.start > least
+        self.falls = enough and self.start - self.end > least
         self.collapses = self.falls and self.end <= 0.3 * self.start
         least = max(5.5 * self.error, 0.25 * (top - bottom), 0.02 * self.scale)
-        self.turns = int(self.smooth.idxmax()) if enough and top - self.end > least else None  # down, after this step
+        # down, after this step
+        has_turned = enough and top - self.end > least
+        self.turns = int(self.smooth.idxmax()) if has_turned else None
 
     def first(self, above: float = math.inf, below: float = -math.inf) -> int | None:
         """First step at which the smoothed curve is above or below a level."""
@@ -58,19 +85,30 @@ class Trend:
 
     def __str__(self) -> str:
         top = self.smooth[self.turns] if self.turns is not None else -math.inf
-        best = f" to {number(top)} at step {self.turns}, then" if top > self.start + 0.1 * self.scale else ""
-        start, end = number(self.start), number(self.end)
-        return f"at {end}" if start == end and not best else f"from {start}{best} to {end}"
+        if top > self.start + 0.1 * self.scale:
+            best = f" to {number(top)} at step {self.turns}, then"
+        else:
+            best = ""
+        start = number(self.start)
+        end = number(self.end)
+        if start == end and not best:
+            return f"at {end}"
+        return f"from {start}{best} to {end}"
 
 
 class Curves:
     """Trends of a run by name, and what several rules read of them."""
 
     def __init__(self, run: Run):
-        self.names, self.has_turns = list(run.curves), "episodes/turns" in run.curves  # often won in one way
+        # often won in one way
+        self.names = list(run.curves)
+        self.has_turns = "episodes/turns" in run.curves
         self.of = cache(lambda name: Trend(run.curves.get(name)))
-        self.reward, self.kl, self.spread = map(self.of, ("reward", "kl_per_completion", "reward_std"))
-        self.rises, widest = self.reward.rises and self.reward.turns is None, self.spread.values.max()
+        self.reward, self.kl, self.spread = map(
+            self.of, ("reward", "kl_per_completion", "reward_std")
+        )
+        widest = self.spread.values.max()
+        self.rises = self.reward.rises and self.reward.turns is None
         self.is_long = run.rollouts >= FEWEST_FLAT and len(self.reward.values) >= FEWEST_TREND
         self.falls = self.is_long and (self.reward.falls or self.reward.turns is not None)
         self.all_equal = self.spread.end <= 1e-6 * max(self.reward.scale, 1.0)
@@ -79,29 +117,50 @@ class Curves:
 
     def hacks(self, monitor: Trend) -> bool:
         """True if a monitored reward turns down while the optimized reward does not."""
-        x, turns = self.reward, monitor.turns
-        return turns is not None and len(x.values) > 0 and x.end >= x.smooth.asof(turns) - 2 * x.error
+        x = self.reward
+        turns = monitor.turns
+        return (
+            turns is not None and len(x.values) > 0 and x.end >= x.smooth.asof(turns) - 2 * x.error
+        )
 
     def pays(self, length: Trend) -> bool:
-        """True if longer completions of a rollout score higher, and completions become longer or are cut."""
+        """True if longer completions of a rollout score higher, and completions become longer or
+        are cut."""
         long = length.first(above=length.start + 0.8 * (length.smooth.max() - length.start))
         # later all may be cut; of completions of one length it is 0
-        correlation = self.of("reward/length_correlation").values.loc[:long].replace(0, math.nan).mean()
-        drifts = self.rises and length.rises and length.end > 1.3 * length.start and not correlation < 0.3
+        correlation = (
+            self.of("reward/length_correlation").values.loc[:long].replace(0, math.nan).mean()
+        )
+        drifts = (
+            self.rises
+            and length.rises
+            and length.end > 1.3 * length.start
+            and not correlation < 0.3
+        )
         return drifts or (correlation > 0.8 and self.of("completions/clipped_ratio").end >= 0.25)
 
     def is_dead(self) -> bool:
-        """True if the policy does not change; without a reference, its updates and its entropy show that."""
-        entropy, largest = self.of("entropy"), self.of("approx_kl").values.max()
+        """True if the policy does not change; without a reference, its updates and its entropy
+        show that."""
+        entropy = self.of("entropy")
+        largest = self.of("approx_kl").values.max()
         return not (abs(self.kl.end) >= 0.05 or largest >= 5e-3 or entropy.rises or entropy.falls)
 
     def outcome(self) -> str:
         """Sentence on the trend of the reward and the KL."""
-        x, kl = self.reward, round(self.kl.end, 2) + 0.0  # without the sign of 0
-        goes = f"stays at {number(x.end)}" if len(x.values) else "has too few logs"
+        # without the sign of 0
+        x = self.reward
+        kl = round(self.kl.end, 2) + 0.0
+        if len(x.values):
+            goes = f"stays at {number(x.end)}"
+        else:
+            goes = "has too few logs"
         if x.rises or x.falls or x.turns is not None:
             goes = f"{'rises' if self.rises else 'falls' if x.falls else 'goes'} {x}"
-        return f"The reward {goes}{'' if math.isnan(kl) else f' at a KL of {number(kl)} nats per completion'}"
+        return (
+            "The reward "
+            f"{goes}{'' if math.isnan(kl) else f' at a KL of {number(kl)} nats per completion'}"
+        )
 
 
 # by name of the rule: whether it holds, and from which step on, for its curve and all curves
@@ -110,28 +169,51 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
     "hacked": lambda x, c: (c.hacks(x) and not c.kl.rises, x.turns),
     "length": lambda x, c: (c.pays(x), x.first(above=1.3 * x.start)),
     "kl": lambda x, c: (x.end >= 50 and not c.of("kl").end < 0.1, x.first(above=50)),
-    "traded": lambda x, c: (x.falls and c.rises and len(fnmatch.filter(c.names, "rewards/*/mean")) > 1, x.turns),
+    "traded": lambda x, c: (
+        x.falls and c.rises and len(fnmatch.filter(c.names, "rewards/*/mean")) > 1,
+        x.turns,
+    ),
     "cut": lambda x, c: (x.end >= 0.75 and c.all_equal and not c.rises, None),
     "equal": lambda x, c: (c.all_equal and not c.rises, None),
-    "entropy": lambda x, c: (x.collapses and not (c.rises and c.narrows), x.first(below=0.5 * x.start)),
+    "entropy": lambda x, c: (
+        x.collapses and not (c.rises and c.narrows),
+        x.first(below=0.5 * x.start),
+    ),
     "endless": lambda x, c: (x.start < 0.25 <= x.end, x.first(above=0.25)),
     "harm": lambda x, c: (x.recent < -0.5 and not c.narrows, x.first(below=-0.5)),
     "updates": lambda x, c: (x.end >= 0.25, x.first(above=0.25)),
     "clip": lambda x, c: (x.end >= 0.3, x.first(above=0.3)),
     "skip": lambda x, c: (x.end >= 0.4, x.first(above=0.4)),
-    "negative": lambda x, c: (x.end < -max(4 * x.error, 0.05), x.first(below=-max(4 * x.error, 0.05))),
+    "negative": lambda x, c: (
+        x.end < -max(4 * x.error, 0.05),
+        x.first(below=-max(4 * x.error, 0.05)),
+    ),
     "dead": lambda x, c: (c.is_long and not c.rises and c.is_dead(), None),
     "falls": lambda x, c: (c.falls, x.turns),
-    "settled": lambda x, c: (x.collapses and c.rises and c.narrows and not c.is_solved, x.first(below=0.5 * x.start)),
+    "settled": lambda x, c: (
+        x.collapses and c.rises and c.narrows and not c.is_solved,
+        x.first(below=0.5 * x.start),
+    ),
     "truncated": lambda x, c: (x.start >= 0.25 <= x.end, None),
-    "repeated": lambda x, c: (x.rises and x.end >= x.start + 0.1 and not c.has_turns, x.first(above=x.start + 0.05)),
+    "repeated": lambda x, c: (
+        x.rises and x.end >= x.start + 0.1 and not c.has_turns,
+        x.first(above=x.start + 0.05),
+    ),
     "critic": lambda x, c: (-0.5 <= x.recent < 0.1 and not c.narrows, None),
     "flat": lambda x, c: (c.is_long and not (c.rises or c.falls), None),
-    "slow": lambda x, c: (x.end >= max(1, 0.5 * sum(c.of(n).end for n in fnmatch.filter(c.names, "time/*"))), None),
+    "slow": lambda x, c: (
+        x.end >= max(1, 0.5 * sum(c.of(n).end for n in fnmatch.filter(c.names, "time/*"))),
+        None,
+    ),
 }
 
-TABLE = yaml.safe_load(Path(__file__).with_name("templates").joinpath("rules.yaml").read_text(encoding="utf-8"))
-RULES = [SimpleNamespace(**{"also": "", "explains": "", "grave": False, "live": False} | row) for row in TABLE]
+TABLE = yaml.safe_load(
+    Path(__file__).with_name("templates").joinpath("rules.yaml").read_text(encoding="utf-8")
+)
+RULES = [
+    SimpleNamespace(**{"also": "", "explains": "", "grave": False, "live": False} | row)
+    for row in TABLE
+]
 
 
 class Advice(NamedTuple):
@@ -146,7 +228,8 @@ class Advice(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """A verdict, whose first sentence has the first cause of trouble or else the outcome, and all advice."""
+    """A verdict, whose first sentence has the first cause of trouble or else the outcome, and
+    all advice."""
 
     kind: str  # "good", "problem" or "early"
     verdict: str
@@ -155,37 +238,58 @@ class Judgement(NamedTuple):
 
 def judge(run: Run) -> Judgement:
     """Apply all rules. A remedy shows the current value of each setting that it names."""
-    settings, curves, advice = run.start["trainer_config"] | run.start["config"], Curves(run), list[Advice]()
+    settings = run.start["trainer_config"] | run.start["config"]
+    curves = Curves(run)
+    advice = list[Advice]()
 
     def with_value(match: re.Match) -> str:
         value = settings.get(match[1])
         return match[0] if value is None else f"{match[0]} (now {value})"
 
-    # 1. Rules from causes to consequences. The KL to a reference that sees more begins high, and teaches by itself.
-    silent = ["kl", "cut", "equal"] + ["flat"] * curves.all_equal if settings.get("reference_prompt") else []
+    # 1. Rules from causes to consequences. The KL to a reference that sees more begins high, and
+    # teaches by itself.
+    if settings.get("reference_prompt"):
+        silent = ["kl", "cut", "equal"] + ["flat"] * curves.all_equal
+    else:
+        silent = []
     for rule in RULES:
         for name in fnmatch.filter(run.curves, rule.curve):
-            holds, step, curve = False, None, run.curves[name]
+            holds = False
+            step = None
+            curve = run.curves[name]
             if rule.name not in CONDITIONS:  # a count that must stay 0
-                holds, step, seen = curve.any(), int(curve.ne(0).idxmax()), f"`{name}` adds up to {curve.sum():.0f}"
+                holds = curve.any()
+                step = int(curve.ne(0).idxmax())
+                seen = f"`{name}` adds up to {curve.sum():.0f}"
             elif run.rollouts >= FEWEST:
                 holds, step = CONDITIONS[rule.name](curves.of(name), curves)
-                known = [other for other in (name, *rule.also.split()) if len(curves.of(other).values)]
+                known = [
+                    other for other in (name, *rule.also.split()) if len(curves.of(other).values)
+                ]
                 seen = ", ".join(f"`{other}` {curves.of(other)}" for other in known)
             if holds and rule.name not in silent:
                 remedy = re.sub(r"`(\w+)(=[^`]*)?`", with_value, rule.remedy.format(step=step))
                 item = Advice(rule, seen, remedy, step, rule.grave or not curves.rises, [])
-                causes = (x for x in advice if x.is_problem and rule.name in x.rule.explains.split())
+                causes = (
+                    x for x in advice if x.is_problem and rule.name in x.rule.explains.split()
+                )
                 next((x.consequences for x in causes), advice).append(item)
 
     # 2. The verdict
-    problems, outcome = [x.rule.cause for x in advice if x.is_problem], curves.outcome()
+    problems = [x.rule.cause for x in advice if x.is_problem]
+    outcome = curves.outcome()
     if problems:
         return Judgement("problem", f"{problems[0]}. {outcome}.", advice)
     if not curves.rises and not ("flat" in silent and curves.is_long):
         logs = len(run.curves.get("reward", ()))
-        few = f"{run.rollouts} of at least {FEWEST_FLAT} rollouts, {logs} of at least {FEWEST_TREND} logs"
+        few = (
+            f"{run.rollouts} of at least {FEWEST_FLAT} rollouts, {logs} of at least {FEWEST_TREND} "
+            "logs"
+        )
         return Judgement("early", f"Too early to judge: {few}.", advice)
     notes = " and ".join(x.rule.cause[0].lower() + x.rule.cause[1:] for x in advice)
-    outcome = f"Solved: the{outcome[3:]}" if curves.is_solved else outcome
+    if curves.is_solved:
+        outcome = f"Solved: the{outcome[3:]}"
+    else:
+        outcome = outcome
     return Judgement("good", f"{outcome}, but {notes}." if notes else f"{outcome}.", advice)

@@ -9,7 +9,10 @@ from pandas import DataFrame
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 from transformers.utils import logging
 
 from ..data import as_text, message_text
@@ -29,23 +32,34 @@ def limited(text: str, longest: int) -> str:
     """The beginning of a text, without keys."""
     text = without_keys(text)
     cut = len(text) - longest
-    return text if cut <= 0 else f"{text[:longest]}... ({cut} more characters)"
+    if cut <= 0:
+        return text
+    return f"{text[:longest]}... ({cut} more characters)"
 
 
 def turns_of(samples: Samples, rows: int | None) -> list[list[dict[str, Any]]]:
     """Turns of each completion, one without a role if nobody answers the policy.
 
-    A turn of the policy has the `reward` that entered in it, and the `value` and `advantage` of its first token.
+    A turn of the policy has the `reward` that entered in it, and the `value` and `advantage` of its
+    first token.
     """
     rewards = samples.scored.tokens[:rows].cpu()
-    values, advantages = (x if x is None else x[:rows].cpu() for x in (samples.values, samples.advantages))
+    values, advantages = (
+        x if x is None else x[:rows].cpu() for x in (samples.values, samples.advantages)
+    )
     completions = []
     for row, episode in enumerate(samples.batch.episodes[:rows]):
         answered = [*episode.messages, *episode.unread]
-        messages = [(x["role"], message_text(x)) for x in answered] or [("", as_text(episode.completion))]
-        turns: list[dict[str, Any]] = [{"role": role, "text": text} | dict.fromkeys(CREDIT) for role, text in messages]
+        messages = [(x["role"], message_text(x)) for x in answered] or [
+            ("", as_text(episode.completion))
+        ]
+        turns: list[dict[str, Any]] = [
+            {"role": role, "text": text} | dict.fromkeys(CREDIT) for role, text in messages
+        ]
         sampled = [turn for turn in turns if turn["role"] in ("", "assistant")]
-        for turn, start, end in zip(sampled, episode.starts, [*episode.starts[1:], len(episode.completion_ids)]):
+        for turn, start, end in zip(
+            sampled, episode.starts, [*episode.starts[1:], len(episode.completion_ids)]
+        ):
             turn["reward"] = rewards[row, start:end].sum().item()
             turn["value"] = None if values is None else values[row, start].item()
             turn["advantage"] = None if advantages is None else advantages[row, start].item()
@@ -54,7 +68,8 @@ def turns_of(samples: Samples, rows: int | None) -> list[list[dict[str, Any]]]:
 
 
 def limited_turns(turns: list[dict[str, Any]], longest: int) -> list[dict[str, Any]]:
-    """The first and the last turns, with about so many characters; short texts leave theirs to long ones."""
+    """The first and the last turns, with about so many characters; short texts leave theirs to
+    long ones."""
     omitted = len(turns) - MOST_TURNS
     if omitted > 0:
         note = {"role": "", "text": f"({omitted} turns omitted)"} | dict.fromkeys(CREDIT)
@@ -68,28 +83,53 @@ def limited_turns(turns: list[dict[str, Any]], longest: int) -> list[dict[str, A
 
 def check_trackers(report_to: list[str]) -> None:
     """Raise an error if a tracker is not installed, or would upload the base model."""
-    known = INTEGRATION_TO_CALLBACK.keys() - {"azure_ml", "flyte"}  # these are available without being listed
+    # these are available without being listed
+    known = INTEGRATION_TO_CALLBACK.keys() - {"azure_ml", "flyte"}
     for name in (known & set(report_to)) - set(get_available_reporting_integrations()):
-        raise ValueError(f"`report_to` names {name!r}, which is not installed; install its package, or remove it.")
+        raise ValueError(
+            f"`report_to` names {name!r}, which is not installed; install its package, or remove "
+            "it."
+        )
     log_model = os.environ.get("WANDB_LOG_MODEL", "")
     if "wandb" in report_to and log_model.lower() not in ("", "false", "0"):
-        harm = "makes the Trainer upload the whole base model, and its pickled arguments with the Hub token"
-        raise ValueError(f"WANDB_LOG_MODEL={log_model} {harm}. Unset it; `push_to_hub` pushes the adapter.")
+        harm = (
+            "makes the Trainer upload the whole base model, and its pickled arguments with the "
+            "Hub token"
+        )
+        raise ValueError(
+            f"WANDB_LOG_MODEL={log_model} {harm}. Unset it; `push_to_hub` pushes the adapter."
+        )
 
 
 def _column(values: list) -> list:
     """Numbers or text, since a tracker's table needs one type per column."""
     if all(isinstance(value, int | float) for value in values):
         return [float(value) for value in values]
-    return [without_keys(as_text(value)).encode("utf-8", "backslashreplace").decode() for value in values]
+    return [
+        without_keys(as_text(value)).encode("utf-8", "backslashreplace").decode()
+        for value in values
+    ]
 
 
-def completions_table(samples: Samples, rewards: list[str], monitors: list[str], step: int) -> DataFrame:
+def completions_table(
+    samples: Samples, rewards: list[str], monitors: list[str], step: int
+) -> DataFrame:
     """Prompts, completions and scores of this process."""
-    prompts, completions = samples.batch.prompts, samples.batch.completions
-    columns = {"step": [step] * len(prompts), "prompt": _column(prompts), "completion": _column(completions)}
-    scores = zip([*rewards, *monitors], [*samples.scored.rewards.T.tolist(), *samples.monitored.T.tolist()])
-    for name, values in [*scores, ("score", samples.scored.totals.tolist()), *samples.extra.items()]:
+    prompts = samples.batch.prompts
+    completions = samples.batch.completions
+    columns = {
+        "step": [step] * len(prompts),
+        "prompt": _column(prompts),
+        "completion": _column(completions),
+    }
+    scores = zip(
+        [*rewards, *monitors], [*samples.scored.rewards.T.tolist(), *samples.monitored.T.tolist()]
+    )
+    for name, values in [
+        *scores,
+        ("score", samples.scored.totals.tolist()),
+        *samples.extra.items(),
+    ]:
         (name,) = _column([name])
         while name in columns:  # a reward with the name of another column
             name = f"{name}_"
@@ -101,10 +141,14 @@ def print_completions(completions: DataFrame, step: int, rows: int | None) -> No
     """Print the first rows of a table of completions; all for `None`."""
     if rows == 0:
         return
-    console, table = Console(), Table(title=f"Step {step}", show_lines=True, expand=True)
+    console = Console()
+    table = Table(title=f"Step {step}", show_lines=True, expand=True)
 
     def cell(entry: float | str) -> Text:
-        text = f"{entry:.4g}" if isinstance(entry, float) else printable(limited(entry, LONGEST))
+        if isinstance(entry, float):
+            text = f"{entry:.4g}"
+        else:
+            text = printable(limited(entry, LONGEST))
         encoded = text.encode(console.encoding, "backslashreplace")  # what the terminal can show
         return Text(encoded.decode(console.encoding))  # `Text` is never parsed as markup
 
@@ -118,17 +162,23 @@ def print_completions(completions: DataFrame, step: int, rows: int | None) -> No
 
 def save_completions(completions: DataFrame, output_dir: str, step: int, mode: str) -> None:
     """Write a table of completions where TRL does; a full disk must not end the run."""
-    prefix = "completions" if mode == "train" else f"{mode}_completions"
+    if mode == "train":
+        prefix = "completions"
+    else:
+        prefix = f"{mode}_completions"
     path = Path(output_dir, COMPLETIONS, f"{prefix}_{step:05d}.parquet")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         completions.to_parquet(path, index=False)
     except (OSError, ValueError) as error:
-        logger.warning_once(f"Completions cannot be written to `{path.parent}` ({error}); the run continues.")
+        logger.warning_once(
+            f"Completions cannot be written to `{path.parent}` ({error}); the run continues."
+        )
 
 
 def log_completions(report_to: list[str], completions: DataFrame, step: int, key: str) -> None:
-    """Log a table of completions to each tracker that supports tables and that the Trainer has started."""
+    """Log a table of completions to each tracker that supports tables and that the Trainer has
+    started."""
     for name in [name for name in WITH_TABLES if name in report_to]:
         tracker: Any = import_module(name)
         if (tracker.run if name == "wandb" else tracker.context_vars.current_run.get()) is not None:

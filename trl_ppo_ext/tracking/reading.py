@@ -58,7 +58,11 @@ def curves_of(logs: Iterable[dict[str, Any]]) -> dict[str, Series]:
     points: dict[str, dict[int, float]] = {}
     for log in logs:
         for name, value in log.items():
-            if name not in ("step", "epoch") and isinstance(value, int | float) and math.isfinite(value):
+            if (
+                name not in ("step", "epoch")
+                and isinstance(value, int | float)
+                and math.isfinite(value)
+            ):
                 points.setdefault(name, {})[log["step"]] = value
     return {name: Series(values, dtype=float) for name, values in points.items()}
 
@@ -66,28 +70,38 @@ def curves_of(logs: Iterable[dict[str, Any]]) -> dict[str, Series]:
 def read_run(directory: str | os.PathLike) -> Run:
     """Read a run from its output directory."""
     # 1. Entries that count. What follows the last line break is still being written.
-    path, entries = Path(directory, RUN_LOG), list[dict[str, Any]]()
+    path = Path(directory, RUN_LOG)
+    entries = list[dict[str, Any]]()
     for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else []:
         with suppress(ValueError, RecursionError):  # the run was killed while it wrote
             entry = json.loads(line)
             if not isinstance(entry, dict) or "kind" not in entry:
                 continue
             if entry["kind"] == "run":
-                # A resumed run logs later steps again. A run from step 0 replaces an earlier run in this directory.
+                # A resumed run logs later steps again. A run from step 0 replaces an earlier run in
+                # this directory.
                 entries = [earlier for earlier in entries if 0 < entry["step"] >= earlier["step"]]
             entries.append(entry)
     starts = [entry for entry in entries if entry["kind"] == "run"]
     if not starts:
-        raise ValueError(f"`{directory}` must have a non-empty {RUN_LOG}; pass the `output_dir` of a run.")
+        raise ValueError(
+            f"`{directory}` must have a non-empty {RUN_LOG}; pass the `output_dir` of a run."
+        )
 
     # 2. Curves and completions
     sheets = {(x["step"], x["mode"]): x["rows"] for x in entries if x["kind"] == "completions"}
     return Run(
         name=os.path.basename(os.path.abspath(directory)),
         start=starts[-1],
-        curves=curves_of(x["metrics"] | {"step": x["step"]} for x in entries if x["kind"] == "metrics"),
+        curves=curves_of(
+            x["metrics"] | {"step": x["step"]} for x in entries if x["kind"] == "metrics"
+        ),
         sheets=[Sheet(*key, sheets[key]) for key in sorted(sheets)],
         resumed_at=sorted({entry["step"] for entry in starts if entry["step"] > 0}),
         written=entries[-1]["time"],
-        seconds=sum(later["time"] - entry["time"] for entry, later in pairwise(entries) if later["kind"] != "run"),
+        seconds=sum(
+            later["time"] - entry["time"]
+            for entry, later in pairwise(entries)
+            if later["kind"] != "run"
+        ),
     )

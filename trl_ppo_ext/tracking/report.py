@@ -1,4 +1,5 @@
-"""The report of a run: one HTML file with plots, advice, completions and settings that needs no network."""
+"""The report of a run: one HTML file with plots, advice, completions and settings that needs no
+network."""
 
 import glob
 import os
@@ -26,7 +27,9 @@ try:
     from bokeh.plotting import figure
     from bokeh.resources import Resources
 except ImportError as error:
-    raise ImportError(f'A report needs an extra ({error}); run pip install "trl_ppo_ext[report]".') from error
+    raise ImportError(
+        f'A report needs an extra ({error}); run pip install "trl_ppo_ext[report]".'
+    ) from error
 
 
 class Panel(NamedTuple):
@@ -38,7 +41,10 @@ class Panel(NamedTuple):
 
 
 _PANELS = Path(__file__).with_name("templates").joinpath("panels.yaml").read_text(encoding="utf-8")
-SECTIONS = {section: [Panel(**panel) for panel in panels] for section, panels in yaml.safe_load(_PANELS).items()}
+SECTIONS = {
+    section: [Panel(**panel) for panel in panels]
+    for section, panels in yaml.safe_load(_PANELS).items()
+}
 # logged by the Trainer, or shown in another form
 NOT_DRAWN = re.compile(
     r"(train|eval|eval_.+)_(runtime|samples_per_second|steps_per_second|model_preparation_time)"
@@ -52,7 +58,11 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     """True for a metric of training or of an evaluation that one of the patterns matches."""
-    return any(fnmatchcase(name, prefix + pattern) for pattern in patterns for prefix in ("", "eval_", "eval_*_"))
+    return any(
+        fnmatchcase(name, prefix + pattern)
+        for pattern in patterns
+        for prefix in ("", "eval_", "eval_*_")
+    )
 
 
 def _trained(name: str, names: Iterable[str]) -> str:
@@ -62,27 +72,50 @@ def _trained(name: str, names: Iterable[str]) -> str:
 
 
 def _draw(panel: Panel, curves: dict[str, Series]) -> dict[str, Any] | None:
-    """Draw a panel as Bokeh's JSON; None without data. Each metric has a color, and its evaluations are dashed."""
-    selected = list(dict.fromkeys(name for pattern in panel.metrics for name in curves if _matches(name, [pattern])))
+    """Draw a panel as Bokeh's JSON; None without data.
+
+    Each metric has a color, and its evaluations are dashed.
+    """
+    selected = list(
+        dict.fromkeys(
+            name for pattern in panel.metrics for name in curves if _matches(name, [pattern])
+        )
+    )
     metrics = list(dict.fromkeys(_trained(name, selected) for name in selected))
     if not selected:
         return None
 
     # 1. An empty plot. No tool is active, so that a finger on a phone scrolls the page.
-    tools: dict[str, Any] = {"tools": "box_zoom,pan,reset,save", "active_drag": None, "active_scroll": None}
+    tools: dict[str, Any] = {
+        "tools": "box_zoom,pan,reset,save",
+        "active_drag": None,
+        "active_scroll": None,
+    }
     plot = figure(height=240, sizing_mode="stretch_width", x_axis_label="optimizer step", **tools)
-    plot.toolbar_location, plot.toolbar.autohide, plot.toolbar.logo, plot.min_border_right = "above", True, None, 12
+    plot.toolbar_location = "above"
+    plot.toolbar.autohide = True
+    plot.toolbar.logo = None
+    plot.min_border_right = 12
     height = max(curves[name].abs().max() for name in selected)
-    plot.y_range = DataRange1d(default_span=height or 1.0)  # of a plot whose curves are one constant
+    # of a plot whose curves are one constant
+    plot.y_range = DataRange1d(default_span=height or 1.0)
 
     # 2. The lines: values and their moving average, or values with a mark at each.
     legend = []
     for name in selected:
         color = COLORS[metrics.index(_trained(name, selected)) % len(COLORS)]
-        dash = "dashed" if name.startswith("eval_") else "solid"
+        if name.startswith("eval_"):
+            dash = "dashed"
+        else:
+            dash = "solid"
         legend.append((name, color, dash))
-        curve, tooltips = curves[name], [("step", "@step"), (name, "@y")]
-        columns = {"step": curve.index, "y": curve, "smooth": smooth(curve) if len(curve) > FEW_POINTS else curve}
+        curve = curves[name]
+        tooltips = [("step", "@step"), (name, "@y")]
+        columns = {
+            "step": curve.index,
+            "y": curve,
+            "smooth": smooth(curve) if len(curve) > FEW_POINTS else curve,
+        }
         source = ColumnDataSource({key: np.asarray(x, np.float32) for key, x in columns.items()})
         style: dict[str, Any] = {"source": source, "line_color": color, "line_dash": dash}
         if len(curve) > FEW_POINTS:
@@ -91,30 +124,47 @@ def _draw(panel: Panel, curves: dict[str, Series]) -> dict[str, Any] | None:
         else:
             plot.scatter("step", "y", size=5, color=color, source=source)
         touched = plot.line("step", "smooth", line_width=2, **style)
-        plot.add_tools(HoverTool(tooltips=tooltips, renderers=[touched], mode="vline", visible=False))
+        plot.add_tools(
+            HoverTool(tooltips=tooltips, renderers=[touched], mode="vline", visible=False)
+        )
     return {"title": panel.title, "hint": panel.hint, "legend": legend, "item": json_item(plot)}
 
 
 def draw_all(curves: dict[str, Series]) -> dict[str, list[dict[str, Any]]]:
     """Plots by section."""
-    patterns = [pattern for panels in SECTIONS.values() for panel in panels for pattern in panel.metrics]
-    others = [name for name, curve in curves.items() if curve.any() and not _matches(name, patterns)]
+    patterns = [
+        pattern for panels in SECTIONS.values() for panel in panels for pattern in panel.metrics
+    ]
+    others = [
+        name for name, curve in curves.items() if curve.any() and not _matches(name, patterns)
+    ]
     others = [name for name in others if not NOT_DRAWN.fullmatch(name)]
     others = list(dict.fromkeys(_trained(name, others) for name in others))
     sections = SECTIONS | {"Other metrics": [Panel(name, [glob.escape(name)]) for name in others]}
-    plots = {section: [_draw(panel, curves) for panel in panels] for section, panels in sections.items()}
+    plots = {
+        section: [_draw(panel, curves) for panel in panels] for section, panels in sections.items()
+    }
     return {section: [*filter(None, drawn)] for section, drawn in plots.items() if any(drawn)}
 
 
 def write_report(directory: str | os.PathLike, output: str | os.PathLike) -> Path:
-    """Write the report of a run; raise a `ValueError` for a log that is damaged, or of another program."""
+    """Write the report of a run; raise a `ValueError` for a log that is damaged, or of another
+    program."""
     try:
         page = _page(directory)
-    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, UndefinedError) as error:
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        UndefinedError,
+    ) as error:
         cause = f"{type(error).__name__}: {shortened(error)}"
         raise ValueError(
-            f"`{Path(directory, RUN_LOG)}` must be the log of a run of this package, but has entries of another form "
-            f"({cause}); restore it, or pass the `output_dir` of another run."
+            f"`{Path(directory, RUN_LOG)}` must be the log of a run of this package, but has "
+            f"entries of another form ({cause}); restore it, or pass the `output_dir` of another "
+            "run."
         ) from error
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +178,9 @@ def _page(directory: str | os.PathLike) -> str:
     loader = PackageLoader("trl_ppo_ext.tracking")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.filters |= {
-        "with_code": lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))),
+        "with_code": lambda text: Markup(
+            re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
+        ),
         "number": number,
         "duration": lambda seconds: str(timedelta(seconds=round(seconds))),
         "date": lambda time: f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC",
@@ -137,7 +189,9 @@ def _page(directory: str | os.PathLike) -> str:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
     # evenly over the steps, with the first and the last
-    places = np.linspace(0, len(run.sheets) - 1, min(len(run.sheets), MOST_SHEETS)).round().astype(int)
+    places = (
+        np.linspace(0, len(run.sheets) - 1, min(len(run.sheets), MOST_SHEETS)).round().astype(int)
+    )
     return environment.get_template("page.html").render(
         run=run,
         judgement=judge(run),
@@ -145,6 +199,7 @@ def _page(directory: str | os.PathLike) -> str:
         sheets=[run.sheets[place] for place in places],
         credit=CREDIT,
         bokeh=map(Markup, Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw),
-        nonce=secrets.token_urlsafe(),  # the browser runs only scripts with it, and logged text cannot guess it
+        # the browser runs only scripts with it, and logged text cannot guess it
+        nonce=secrets.token_urlsafe(),
         now=datetime.now(UTC).timestamp(),
     )

@@ -1,4 +1,5 @@
-"""Logs of the main process: JSON lines for `trl-ppo report`, and one line per log in the terminal."""
+"""Logs of the main process: JSON lines for `trl-ppo report`, and one line per log in the
+terminal."""
 
 import json
 import math
@@ -15,7 +16,13 @@ from typing import Any, cast
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.utils import logging
 
 from .. import __version__
@@ -34,7 +41,8 @@ LONGEST = 2_000  # characters of a prompt, a completion, or a cell of another co
 TIMES = 60  # entries with completions over a run, and as many for evaluation
 LONGEST_EPISODE = 8_000  # characters of all turns of an episode
 PACKAGES = (
-    "torch transformers trl peft accelerate datasets bitsandbytes deepspeed safetensors huggingface_hub tokenizers"
+    "torch transformers trl peft accelerate datasets bitsandbytes deepspeed safetensors "
+    "huggingface_hub tokenizers"
 ).split()
 # label of each in the terminal
 MAIN_METRICS = {
@@ -74,7 +82,9 @@ def _json(value: Any) -> Any:
         return {str(name): _json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _text(entry: Any) -> str:
@@ -82,21 +92,30 @@ def _text(entry: Any) -> str:
 
 
 class RunLog(TrainerCallback):
-    """Appends to `run_log.jsonl` in the output directory; if that fails, warns once and never ends the run."""
+    """Appends to `run_log.jsonl` in the output directory; if that fails, warns once and never
+    ends the run."""
 
     def __init__(self, model: str | None, rewards: list[str], monitors: list[str], plan: BatchPlan):
-        self.model, self.rewards, self.monitors, self.plan = model, rewards, monitors, plan
+        self.model = model
+        self.rewards = rewards
+        self.monitors = monitors
+        self.plan = plan
         self._path: str | None = None  # set on the main process when training begins
         self._due: dict[str, float] = {}  # step of the next entry with completions, by mode
         self._evaluated = "eval"  # set of the last log; "eval_NAME" in a dict of sets
         self._warned = False
 
-    def on_train_begin(self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Log models, settings and environment; entries of an earlier run after this step are then void."""
+    def on_train_begin(
+        self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
+        """Log models, settings and environment; entries of an earlier run after this step are
+        then void."""
         if not state.is_world_process_zero:
             return
-        self._path, self._due = os.path.join(cast(str, args.output_dir), RUN_LOG), {}
-        trainer_fields, settings = {field.name for field in fields(TrainingArguments)}, args.to_dict()
+        self._path = os.path.join(cast(str, args.output_dir), RUN_LOG)
+        self._due = {}
+        trainer_fields = {field.name for field in fields(TrainingArguments)}
+        settings = args.to_dict()
         self._append(
             "run",
             state,
@@ -107,26 +126,43 @@ class RunLog(TrainerCallback):
             plan=asdict(self.plan),
             changed=args.changed_fields,
             config={name: value for name, value in settings.items() if name not in trainer_fields},
-            trainer_config={name: value for name, value in settings.items() if name in trainer_fields},
+            trainer_config={
+                name: value for name, value in settings.items() if name in trainer_fields
+            },
             environment=environment(),
         )
 
-    def on_log(self, args: PPOConfig, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: PPOConfig, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
         """Log the metrics of the Trainer's log."""
         self._append("metrics", state, metrics=logs)
-        prefixes = (name.removesuffix("_runtime") for name in logs if re.fullmatch("eval.*_runtime", name))
+        prefixes = (
+            name.removesuffix("_runtime") for name in logs if re.fullmatch("eval.*_runtime", name)
+        )
         self._evaluated = next(prefixes, "eval")
 
     def completions(self, samples: Samples, state: TrainerState, mode: str) -> None:
         """Log some completions with their scores, at most every sixtieth of the run."""
-        step, mode = state.global_step, self._evaluated if mode == "eval" else mode
+        step = state.global_step
+        if mode == "eval":
+            mode = self._evaluated
+        else:
+            mode = mode
         if self._path is None or (step < self._due.get(mode, 0) and step < state.max_steps):
             return
         self._due[mode] = step + max(state.max_steps / TIMES, 1)
-        batch, tokens = samples.batch, samples.tokens
-        rewards, monitored = samples.scored.rewards.tolist(), samples.monitored.tolist()
-        totals, stopped = samples.scored.totals.tolist(), samples.stopped.tolist()
-        kls = None if tokens.ref_logprobs is None else (tokens.logprobs - tokens.ref_logprobs).sum(1).tolist()
+        batch = samples.batch
+        tokens = samples.tokens
+        rewards = samples.scored.rewards.tolist()
+        monitored = samples.monitored.tolist()
+        totals = samples.scored.totals.tolist()
+        stopped = samples.stopped.tolist()
+        kls = (
+            None
+            if tokens.ref_logprobs is None
+            else (tokens.logprobs - tokens.ref_logprobs).sum(1).tolist()
+        )
         rows = [
             {
                 "prompt": _text(batch.prompts[row]),
@@ -149,31 +185,43 @@ class RunLog(TrainerCallback):
         try:
             entry = _json({"kind": kind, "time": time.time(), "step": state.global_step, **entry})
             # an earlier run may have been killed while it wrote
-            begin = "\n" if kind == "run" and os.path.isfile(self._path) else ""
+            if kind == "run" and os.path.isfile(self._path):
+                begin = "\n"
+            else:
+                begin = ""
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             with open(self._path, "a") as file:
                 file.write(f"{begin}{json.dumps(entry, default=shortened)}\n")
         except Exception as error:  # a log must never end a run
             if not self._warned:
-                logger.warning("`%s` cannot be written, so the report will be incomplete: %s", RUN_LOG, error)
+                logger.warning(
+                    "`%s` cannot be written, so the report will be incomplete: %s", RUN_LOG, error
+                )
             self._warned = True
 
 
 class Terminal(ProgressCallback, PrinterCallback):
-    """Prints the plan, a line per log, and grave problems; both callbacks of transformers print every metric."""
+    """Prints the plan, a line per log, and grave problems; both callbacks of transformers print
+    every metric."""
 
     def __init__(self, plan: BatchPlan, disable_tqdm: bool):
         super().__init__()
-        self.plan, self.disable_tqdm = plan, disable_tqdm
+        self.plan = plan
+        self.disable_tqdm = disable_tqdm
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the plan, and begin the progress bar at the step that the run resumes from."""
         self.current_step = state.global_step
-        self._warned, self._judged = set[str](), 0  # names of rules, and number of logs
+        # names of rules, and number of logs
+        self._warned = set[str]()
+        self._judged = 0
         if state.is_world_process_zero:
             tqdm.write(self.plan.summary(state.max_steps, state.num_train_epochs))
             self.training_bar = tqdm(
-                total=state.max_steps, initial=state.global_step, disable=self.disable_tqdm, dynamic_ncols=True
+                total=state.max_steps,
+                initial=state.global_step,
+                disable=self.disable_tqdm,
+                dynamic_ncols=True,
             )
 
     def on_prediction_step(self, *positional: Any, **kwargs: Any) -> None:
@@ -181,18 +229,27 @@ class Terminal(ProgressCallback, PrinterCallback):
         if not self.disable_tqdm:
             super().on_prediction_step(*positional, **kwargs)
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
         """Print the main metrics in one line, and what goes gravely wrong once."""
         if not state.is_world_process_zero or "train_runtime" in logs:  # the latter sums up the run
             return
-        prefix = next((name.removesuffix("runtime") for name in logs if name.endswith("_runtime")), "")
-        shown = {label: logs[prefix + name] for name, label in MAIN_METRICS.items() if prefix + name in logs}
+        prefix = next(
+            (name.removesuffix("runtime") for name in logs if name.endswith("_runtime")), ""
+        )
+        shown = {
+            label: logs[prefix + name]
+            for name, label in MAIN_METRICS.items()
+            if prefix + name in logs
+        }
         # steps that collect no rollout have metrics of the update only
         shown = shown or {name: logs[name] for name in ("loss", "grad_norm") if name in logs}
         place = f"step {state.global_step:{len(str(state.max_steps))}}/{state.max_steps}"
         cells = [f"{label} {number(value)}" for label, value in shown.items()]
         tqdm.write("  ".join([place, *filter(None, [prefix.strip("_")]), *cells]))
-        if "reward" not in logs or len(state.log_history) <= 1.1 * self._judged:  # all of a long run would take time
+        # all of a long run would take time
+        if "reward" not in logs or len(state.log_history) <= 1.1 * self._judged:
             return
         self._judged = len(state.log_history)
         start = {"plan": asdict(self.plan), "config": args.to_dict(), "trainer_config": {}}
@@ -201,7 +258,9 @@ class Terminal(ProgressCallback, PrinterCallback):
                 self._warned.add(item.rule.name)
                 tqdm.write(f"warning: {item.rule.cause}: {item.seen}. {item.remedy}")
 
-    def on_train_end(self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         """End the progress bar, and name the command of the report, if the run has a log."""
         super().on_train_end(args, state, control, **kwargs)
         directory = cast(str, args.output_dir)

@@ -1,4 +1,5 @@
-"""A published adapter is the policy: a plain reload has its logits, or the trainer refuses it by name."""
+"""A published adapter is the policy: a plain reload has its logits, or the trainer refuses it by
+name."""
 
 import pytest
 import torch
@@ -53,7 +54,13 @@ def test_plain_reload_has_the_logits_of_the_policy(base, tmp_path, kind):
             trainer(tmp_path / "run", model=path, peft_config=lora(**KINDS[kind]))
         return
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "learning_rate": 3e-2}
-    run = trainer(tmp_path / "run", model=path, reward_funcs=varied, peft_config=lora(**KINDS[kind]), **settings)
+    run = trainer(
+        tmp_path / "run",
+        model=path,
+        reward_funcs=varied,
+        peft_config=lora(**KINDS[kind]),
+        **settings,
+    )
     run.train()
     run.save_model(tmp_path / "saved")
     run.model.save_pretrained(tmp_path / "by model")
@@ -62,16 +69,29 @@ def test_plain_reload_has_the_logits_of_the_policy(base, tmp_path, kind):
     for place in (tmp_path / "saved", tmp_path / "run" / "checkpoint-2", tmp_path / "by model"):
         loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), place)
         torch.testing.assert_close(logits(loaded), expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved")), expected)
-    if kind != "LoRA on the embedding" or build is llama:  # the merge of a tied one is warned of below
+    torch.testing.assert_close(
+        logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved")), expected
+    )
+    # the merge of a tied one is warned of below
+    if kind != "LoRA on the embedding" or build is llama:
         torch.testing.assert_close(logits(loaded.merge_and_unload()), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "saved norm", "saved embedding"])
 def test_best_model_is_that_of_its_checkpoint(base, tmp_path, kind):
     _, path = base
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "learning_rate": 3e-2}
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 3,
+    }
+    settings |= {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_reward",
+        "learning_rate": 3e-2,
+    }
     run = trainer(
         tmp_path / "run",
         model=path,
@@ -92,9 +112,13 @@ def test_best_model_is_that_of_its_checkpoint(base, tmp_path, kind):
 def test_own_save_of_a_model_publishes_no_other_role(base, tmp_path, name):
     """A `PeftModel` that was passed as `model` gets the adapters of reference and critic."""
     _, path = base
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), lora(init_lora_weights=False), name)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(path), lora(init_lora_weights=False), name
+    )
     for folder in ("first", "run"):  # a second trainer finds the adapters of the first
-        run = trainer(tmp_path / folder, model=model, critic="adapter", max_steps=2, learning_rate=3e-2)
+        run = trainer(
+            tmp_path / folder, model=model, critic="adapter", max_steps=2, learning_rate=3e-2
+        )
         run.train()
     assert {"reference", "critic"} < {*model.peft_config}
     model.save_pretrained(tmp_path / "own")
@@ -104,10 +128,14 @@ def test_own_save_of_a_model_publishes_no_other_role(base, tmp_path, name):
     torch.testing.assert_close(logits(loaded), logits(run.model), atol=1e-6, rtol=0)
 
 
-def test_adapter_on_a_tied_embedding_says_that_it_cannot_be_merged(base, tmp_path, caplog, monkeypatch):
+def test_adapter_on_a_tied_embedding_says_that_it_cannot_be_merged(
+    base, tmp_path, caplog, monkeypatch
+):
     build, path = base
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
-    trainer(tmp_path / "run", model=path, peft_config=lora(target_modules=["embed_tokens", "q_proj"]))
+    trainer(
+        tmp_path / "run", model=path, peft_config=lora(target_modules=["embed_tokens", "q_proj"])
+    )
     assert ("`merge_and_unload` changes both" in caplog.text) == (build is qwen2)
 
 
@@ -116,13 +144,17 @@ def test_two_active_adapters_are_refused(base, tmp_path):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), lora())
     model.add_adapter("other", lora())
     model.base_model.set_adapter(["default", "other"])
-    with pytest.raises(ValueError, match=r"`model` must have one active adapter.*\['default', 'other'\]"):
+    with pytest.raises(
+        ValueError, match=r"`model` must have one active adapter.*\['default', 'other'\]"
+    ):
         trainer(tmp_path / "run", model=model)
 
 
 def test_tied_adapter_of_the_projection_is_refused_by_name(tmp_path):
     config = lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
-    with pytest.raises(ValueError, match="`ensure_weight_tying=True` of `peft_config` adapts the output projection"):
+    with pytest.raises(
+        ValueError, match="`ensure_weight_tying=True` of `peft_config` adapts the output projection"
+    ):
         trainer(tmp_path / "run", model=qwen2(), peft_config=config)
 
 
@@ -130,7 +162,9 @@ def test_tied_adapter_of_the_projection_is_refused_by_name(tmp_path):
 
 
 def merged(path):
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), lora(init_lora_weights=False))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(path), lora(init_lora_weights=False)
+    )
     return model.merge_and_unload()
 
 
@@ -168,7 +202,9 @@ CHANGED = {
 @pytest.mark.parametrize("change", CHANGED)
 def test_base_that_differs_from_its_files_is_refused(base, tmp_path, change):
     _, path = base
-    with pytest.raises(ValueError, match=r"`model` must have the weights of its files in .*, e\.g\. `.*`\. If you"):
+    with pytest.raises(
+        ValueError, match=r"`model` must have the weights of its files in .*, e\.g\. `.*`\. If you"
+    ):
         trainer(tmp_path / "run", model=CHANGED[change](path))
 
 
@@ -178,10 +214,14 @@ def test_changed_base_that_was_saved_is_published(base, tmp_path, change):
     saved = str(tmp_path / "changed")
     CHANGED[change](path).save_pretrained(saved)
     model = AutoModelForCausalLM.from_pretrained(saved)
-    run = trainer(tmp_path / "run", model=model, reward_funcs=varied, max_steps=2, learning_rate=3e-2)
+    run = trainer(
+        tmp_path / "run", model=model, reward_funcs=varied, max_steps=2, learning_rate=3e-2
+    )
     run.train()
     run.save_model(tmp_path / "saved")
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(saved), tmp_path / "saved")
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(saved), tmp_path / "saved"
+    )
     torch.testing.assert_close(logits(loaded), logits(run.model), atol=1e-6, rtol=0)
 
 

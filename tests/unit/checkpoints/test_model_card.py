@@ -42,7 +42,8 @@ def test_card_loads_the_policy_exactly_and_names_no_path(run, monkeypatch):
         assert "a base model that is not on the Hub" in card
         assert f'base = "{BASE_COPY}"' in card and f'adapter = "{file.parent.name}"' in card
         assert "base_model" not in ModelCard.load(file).data.to_dict()
-    code, found = re.findall(r"```python\n(.*?)```", (folder / "run" / "README.md").read_text(), re.DOTALL), {}
+    code = re.findall(r"```python\n(.*?)```", (folder / "run" / "README.md").read_text(), re.DOTALL)
+    found = {}
     exec("".join(code).replace(BASE_COPY, base), found)
     assert torch.equal(logits(found["model"]), logits(built.actor_critic.policy))
 
@@ -51,16 +52,33 @@ def test_card_has_metadata_and_the_last_metrics(run):
     """Of training and of evaluation, each as logged last."""
     built, folder, _ = run
     built.evaluate()
-    metadata = {"dataset": "me/prompts", "license": "apache-2.0", "model_name": "mine", "tags": "math"}
-    failed = {"eval_reward": float("nan"), "step": built.state.global_step}  # an evaluation without any score
+    metadata = {
+        "dataset": "me/prompts",
+        "license": "apache-2.0",
+        "model_name": "mine",
+        "tags": "math",
+    }
+    # an evaluation without any score
+    failed = {"eval_reward": float("nan"), "step": built.state.global_step}
     built.state.log_history.append(failed)
     card = model_card(built, str(folder / "run"), **metadata)
     built.state.log_history.remove(failed)
-    assert (card.data.datasets, card.data.license, card.data.library_name) == (["me/prompts"], "apache-2.0", "peft")
-    unnamed = model_card(built, str(folder / "run"), datasets=[None])  # its environment writes the prompts
+    assert (card.data.datasets, card.data.license, card.data.library_name) == (
+        ["me/prompts"],
+        "apache-2.0",
+        "peft",
+    )
+    # its environment writes the prompts
+    unnamed = model_card(built, str(folder / "run"), datasets=[None])
     assert unnamed.data.datasets is None
     assert "# mine" in card.text and {"trl_ppo_ext", "ppo", "lora", "math"} <= set(card.data.tags)
     logged = {name: value for entry in built.state.log_history for name, value in entry.items()}
-    for name in ("reward", "kl", "entropy", "rewards/length_reward/mean", "completions/mean_length"):
+    for name in (
+        "reward",
+        "kl",
+        "entropy",
+        "rewards/length_reward/mean",
+        "completions/mean_length",
+    ):
         for mode in ("", "eval_"):
             assert f"| `{mode}{name}` | {logged[mode + name]:.4g} |" in card.text

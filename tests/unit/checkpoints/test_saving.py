@@ -62,24 +62,40 @@ def test_load_best_model_at_end_loads_the_best_checkpoint(base, tmp_path):
 def test_push_while_training_copies_files_and_saves_nothing(base, tmp_path, monkeypatch):
     """Saving gathers sharded weights on all processes."""
     uploads = []
-    creation = SimpleNamespace(create_repo=lambda name, **kwargs: SimpleNamespace(repo_id=f"me/{name}"))
+    creation = SimpleNamespace(
+        create_repo=lambda name, **kwargs: SimpleNamespace(repo_id=f"me/{name}")
+    )
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: creation)
     monkeypatch.setattr("trl_ppo_ext.checkpoints.hub.create_repo", creation.create_repo)
     recorder = lambda folder_path, **kwargs: uploads.append(set(os.listdir(folder_path)))  # noqa: E731
     monkeypatch.setattr("trl_ppo_ext.checkpoints.hub.upload_folder", recorder)
     monkeypatch.setattr("trl_ppo_ext.tracking.report.draw_all", lambda curves: {})  # takes seconds
-    run, settings = tmp_path / "run", {"push_to_hub": True, "save_strategy": "steps", "save_steps": 2}
+    run = tmp_path / "run"
+    settings = {"push_to_hub": True, "save_strategy": "steps", "save_steps": 2}
     built = PPOTrainer(base, length_reward, config(run, **settings), prompts())
     (run / "critic").mkdir(parents=True)
     (run / "critic" / "adapter_config.json").touch()  # of a run with a critic of another kind
-    saved_to, write_model = [], built._write_model
-    built._write_model = lambda directory, *args: saved_to.append(directory) or write_model(directory, *args)
+    saved_to = []
+    write_model = built._write_model
+    built._write_model = lambda directory, *args: (
+        saved_to.append(directory) or write_model(directory, *args)
+    )
     built.train()
     assert saved_to == [str(run / ".saving" / f"checkpoint-{step}") for step in (2, 4)]
-    for name in ("adapter_model.safetensors", "value_head.safetensors", "ppo_state.json", "tokenizer.json"):
+    for name in (
+        "adapter_model.safetensors",
+        "value_head.safetensors",
+        "ppo_state.json",
+        "tokenizer.json",
+    ):
         assert (run / name).read_bytes() == (run / "checkpoint-4" / name).read_bytes()
     assert not (run / "critic" / "adapter_config.json").exists()
-    wanted = {"adapter_model.safetensors", "adapter_config.json", "value_head.safetensors", "README.md"}
+    wanted = {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "value_head.safetensors",
+        "README.md",
+    }
     assert len(uploads) == 2 and all(wanted <= files for files in uploads)
     assert "me/run" in (run / "README.md").read_text()
 
@@ -87,7 +103,9 @@ def test_push_while_training_copies_files_and_saves_nothing(base, tmp_path, monk
 def test_base_directory_is_no_output_directory(base, tmp_path):
     """An adapter in it would make the base unusable."""
     files = sorted(os.listdir(base))
-    with pytest.raises(ValueError, match=r"`output_dir` must not be the base model's own directory, .*use another"):
+    with pytest.raises(
+        ValueError, match=r"`output_dir` must not be the base model's own directory, .*use another"
+    ):
         PPOTrainer(base, length_reward, config(base), prompts())
     built = PPOTrainer(base, length_reward, config(tmp_path), prompts())
     with pytest.raises(ValueError, match=r"base model's own directory"):

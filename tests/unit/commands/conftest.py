@@ -48,8 +48,12 @@ def workplace(tmp_path_factory):
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     files = {"prompts": prompts, "splits/train": prompts, "splits/test": prompts, "chat": chats}
     for name, column in files.items():
-        (path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in column))
-    (path / "questions.jsonl").write_text("".join(json.dumps({"question": prompt}) + "\n" for prompt in prompts))
+        (path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in column)
+        )
+    (path / "questions.jsonl").write_text(
+        "".join(json.dumps({"question": prompt}) + "\n" for prompt in prompts)
+    )
     return path
 
 

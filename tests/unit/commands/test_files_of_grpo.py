@@ -1,4 +1,5 @@
-"""Config files with the keys of public GRPO runs: every key has its value, or is listed with what to do."""
+"""Config files with the keys of public GRPO runs: every key has its value, or is listed with
+what to do."""
 
 import json
 
@@ -54,7 +55,11 @@ FILES = {
             "lr_scheduler_type": "cosine_with_min_lr",
             "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
         },
-        {"dataset_id_or_path": "`dataset_name`", "tokenizer_name_or_path": "remove it", "vllm_dtype": "'dtype'"},
+        {
+            "dataset_id_or_path": "`dataset_name`",
+            "tokenizer_name_or_path": "remove it",
+            "vllm_dtype": "'dtype'",
+        },
     ),
     "parts": (
         COMMON
@@ -124,13 +129,18 @@ def test_unknown_keys_of_a_file_are_listed_in_one_error(tmp_path, name):
 )
 def test_two_dtypes_that_differ_raise(tmp_path, settings):
     with pytest.raises(ValueError, match=r"`(torch_)?dtype` is .*(remove|omit) one of the two"):
-        script, args, model = read(tmp_path / "run.yaml", COMMON | {"output_dir": str(tmp_path)} | settings)
+        script, args, model = read(
+            tmp_path / "run.yaml", COMMON | {"output_dir": str(tmp_path)} | settings
+        )
         model_arguments(script, args, model)
 
 
 def test_dataset_config_may_be_arguments_of_load_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.json").write_text(json.dumps({"prompt": "w1 w2"}) + "\n")
-    settings = {"dataset_name": "json", "dataset_config": {"data_files": {"train": str(tmp_path / "rows.json")}}}
+    settings = {
+        "dataset_name": "json",
+        "dataset_config": {"data_files": {"train": str(tmp_path / "rows.json")}},
+    }
     script, _, _ = read(tmp_path / "run.yaml", COMMON | {"output_dir": "out"} | settings)
     assert load_datasets(script)["train"]["prompt"] == ["w1 w2"]

@@ -31,7 +31,9 @@ def test_version_is_printed_in_a_checkout(capsys):
     """Where the package was never installed, `importlib.metadata` has no version."""
     with pytest.raises(SystemExit) as stop:
         cli.main(["--version"])
-    assert stop.value.code == 0 and capsys.readouterr().out == f"trl-ppo {trl_ppo_ext.__version__}\n"
+    assert (
+        stop.value.code == 0 and capsys.readouterr().out == f"trl-ppo {trl_ppo_ext.__version__}\n"
+    )
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -42,12 +44,24 @@ def test_command_has_help(command, capsys):
 
 
 def test_report_writes_a_page(tmp_path, capsys):
-    start = {"kind": "run", "time": 1.0, "step": 0, "config": {}, "model": "base", "rewards": ["r"], "monitors": []}
-    start |= {"max_steps": 1, "changed": []} | {name: {} for name in ("trainer_config", "environment", "plan")}
+    start = {
+        "kind": "run",
+        "time": 1.0,
+        "step": 0,
+        "config": {},
+        "model": "base",
+        "rewards": ["r"],
+        "monitors": [],
+    }
+    start |= {"max_steps": 1, "changed": []} | {
+        name: {} for name in ("trainer_config", "environment", "plan")
+    }
     metrics = {"kind": "metrics", "time": 2.0, "step": 1, "metrics": {"reward": 0.5}}
     run = tmp_path / "first"
     run.mkdir()
-    (run / "run_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (start, metrics)))
+    (run / "run_log.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (start, metrics))
+    )
     assert cli.main(["report", str(run)]) == 0 and "first" in (run / "report.html").read_text()
     assert cli.main(["report", str(run), "--output", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").is_file() and "other.html" in capsys.readouterr().out
@@ -63,11 +77,13 @@ def test_interrupted_command_exits_with_130(monkeypatch):
 
 def test_import_hides_noise_of_other_packages():
     code = (
-        "import logging, warnings, trl_ppo_ext\n"
-        "warnings.warn('`is_gradient_checkpointing` is deprecated and will be removed', FutureWarning)\n"
-        "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed to load CPU gemm_4bit_forward')\n"
-        "warnings.warn('another', FutureWarning)"
+        "import logging, warnings, trl_ppo_ext\nwarnings.warn('`is_gradient_checkpointing` is "
+        "deprecated and will be removed', "
+        "FutureWarning)\nlogging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed to "
+        "load CPU gemm_4bit_forward')\nwarnings.warn('another', FutureWarning)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert [line for line in done.stderr.splitlines() if "Warning" in line] == ["<string>:4: FutureWarning: another"]
+    assert [line for line in done.stderr.splitlines() if "Warning" in line] == [
+        "<string>:4: FutureWarning: another"
+    ]
     assert "gemm" not in done.stderr

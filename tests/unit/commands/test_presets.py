@@ -1,4 +1,5 @@
-"""Presets: each value has its source, and each preset gives a config with the sizes of its paper."""
+"""Presets: each value has its source, and each preset gives a config with the sizes of its
+paper."""
 
 import re
 from pathlib import Path
@@ -32,7 +33,9 @@ def test_page_lists_every_preset_and_no_other():
 
 
 def test_unknown_preset_is_refused_with_the_known_ones():
-    message = "Unknown preset 'n-plus'; choose one of 'dapo', 'instructgpt', 'n_plus', 'orz', 'vapo'."
+    message = (
+        "Unknown preset 'n-plus'; choose one of 'dapo', 'instructgpt', 'n_plus', 'orz', 'vapo'."
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         PPOConfig.preset("n-plus")
 
@@ -45,8 +48,11 @@ def test_preset_takes_overrides_of_its_fields(tmp_path):
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_has_the_source_of_every_value(name):
     lines = FILES[name].read_text(encoding="utf-8").splitlines()
-    values = [line for line in lines if not line.startswith("#") and not line.endswith(":")]  # not keys of mappings
-    assert len(values) >= len(PRESETS[name]) and all(re.fullmatch(r" *\w+: \S+  # \S.*", line) for line in values)
+    # not keys of mappings
+    values = [line for line in lines if not line.startswith("#") and not line.endswith(":")]
+    assert len(values) >= len(PRESETS[name]) and all(
+        re.fullmatch(r" *\w+: \S+  # \S.*", line) for line in values
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -76,7 +82,13 @@ def test_warmup_in_rollouts_is_converted_to_optimizer_steps(name, iterations):
     assert PRESETS[name]["warmup_steps"] == iterations * SIZES[name][2]
 
 
-@pytest.mark.parametrize("name, episodes, rollout", [("instructgpt", 256_000, 512), ("n_plus", 1_000_000, 512)])
+@pytest.mark.parametrize(
+    "name, episodes, rollout", [("instructgpt", 256_000, 512), ("n_plus", 1_000_000, 512)]
+)
 def test_page_lists_the_optimizer_steps_of_the_papers_episodes(name, episodes, rollout):
-    [row] = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| [`{name}`]")]
+    [row] = [
+        line
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if line.startswith(f"| [`{name}`]")
+    ]
     assert f"`max_steps={episodes // rollout * SIZES[name][2]}`" in row

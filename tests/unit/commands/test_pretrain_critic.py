@@ -64,10 +64,16 @@ class Pretrained:
     """A run of `recipes/pretrain_critic.py`, with what it was before and after."""
 
     def __init__(self, workplace, kind, learning_rate):
-        printed, self.kind, self.directory = io.StringIO(), kind, workplace / kind
+        printed = io.StringIO()
+        self.kind = kind
+        self.directory = workplace / kind
         arguments = ["--critic", kind, "--output_dir", kind, "--learning_rate", str(learning_rate)]
         (workplace / "run.yaml").write_text(RUN)
-        with contextlib.chdir(workplace), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        with (
+            contextlib.chdir(workplace),
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(printed),
+        ):
             patch.setattr(module, "build_trainer", self.build)
             module.main(["--config", "run.yaml", *arguments])
         self.printed = printed.getvalue()
@@ -103,11 +109,13 @@ def test_value_that_depends_on_the_prompt_is_learned(pretrained):
 
 
 def test_only_the_critic_is_trained(pretrained):
-    actor_critic, critic = pretrained.trainer.actor_critic, pretrained.trainer.actor_critic.critic_parameters()
+    actor_critic = pretrained.trainer.actor_critic
+    critic = pretrained.trainer.actor_critic.critic_parameters()
     for name, parameter in actor_critic.named_parameters():
         of_critic = any(parameter is other for other in critic.values())
         assert torch.equal(parameter, pretrained.before[name]) != of_critic, name
-    assert len(critic) == (2 if pretrained.kind == "head" else 2 + 2 * 14)  # two layers of seven projections
+    # two layers of seven projections
+    assert len(critic) == (2 if pretrained.kind == "head" else 2 + 2 * 14)
 
 
 def test_command_prints_the_numbers_and_how_to_start(pretrained):
@@ -129,7 +137,9 @@ def test_command_does_not_advise_a_critic_that_explains_nothing(there, monkeypat
 
 def test_folder_holds_critic_and_numbers_without_local_paths(pretrained, workplace):
     directory = pretrained.directory
-    names = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    names = {
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    }
     of_adapter = {"critic/adapter_config.json", "critic/adapter_model.safetensors"}
     critic = {"value_head.safetensors"} | (of_adapter if pretrained.kind == "adapter" else set())
     assert names - {".lock"} == critic | {"critic.json"}
@@ -141,10 +151,14 @@ def test_folder_holds_critic_and_numbers_without_local_paths(pretrained, workpla
 
 def test_ppo_run_starts_with_the_values_of_the_critic(pretrained, there, tmp_path):
     def first_rollout(**start):
-        args = config(tmp_path, critic=pretrained.kind, max_completion_length=1, max_steps=1, **start)
+        args = config(
+            tmp_path, critic=pretrained.kind, max_completion_length=1, max_steps=1, **start
+        )
         args.normalize_values = True  # as in pretraining
         args.per_device_train_batch_size = 32
-        trainer = PPOTrainer("policy", find_reward("cli_rewards.of_last_word"), args, load_prompts())
+        trainer = PPOTrainer(
+            "policy", find_reward("cli_rewards.of_last_word"), args, load_prompts()
+        )
         rollouts = rollouts_of(trainer)
         trainer.train()
         return rollouts[0][0], trainer.state.log_history[0]["value/explained_variance"]
@@ -159,11 +173,16 @@ def load_prompts():
     return load_datasets(PPOScriptArguments(dataset_name="prompts.jsonl"))["train"]
 
 
-@pytest.mark.parametrize("option, remedy", [("--push_to_hub", "hf upload"), ("--num_ppo_epoch=3", "did you mean")])
+@pytest.mark.parametrize(
+    "option, remedy", [("--push_to_hub", "hf upload"), ("--num_ppo_epoch=3", "did you mean")]
+)
 def test_wrong_arguments_are_refused_by_name(there, option, remedy):
     with pytest.raises(ValueError, match=remedy) as raised:
         module.main(["--config", "run.yaml", option, "--output_dir", "refused"])
-    assert option.split("=")[0].removeprefix("--") in str(raised.value) and not (there / "refused").exists()
+    assert (
+        option.split("=")[0].removeprefix("--") in str(raised.value)
+        and not (there / "refused").exists()
+    )
 
 
 # ---- what is measured ----
@@ -193,7 +212,9 @@ def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch, scale):
     steered = scale | {"kl_target": 1.0}
 
     def weights(run):
-        return copies(run.actor_critic.critic_parameters() | run.actor_critic.value_head.state_dict())
+        return copies(
+            run.actor_critic.critic_parameters() | run.actor_critic.value_head.state_dict()
+        )
 
     measured = trainer(tmp_path, **steered)
     before = weights(measured)
@@ -215,7 +236,9 @@ def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch, scale):
         assert torch.equal(weight, weights(measured)[name]), name
 
 
-@pytest.mark.parametrize("lams", [{"lam": 0.5}, {"critic_options": CriticOptions(lam_length_alpha=0.2, lam=0.3)}])
+@pytest.mark.parametrize(
+    "lams", [{"lam": 0.5}, {"critic_options": CriticOptions(lam_length_alpha=0.2, lam=0.3)}]
+)
 def test_held_out_returns_are_monte_carlo_for_any_lambda(tmp_path, lams):
     run = shaken(trainer(tmp_path, gamma=0.9, reward=length_reward))
     for name, value in lams.items():
@@ -224,25 +247,38 @@ def test_held_out_returns_are_monte_carlo_for_any_lambda(tmp_path, lams):
     lengths = rollout.sequences.completion_lengths[:, None]
     left = (lengths - 1 - torch.arange(samples.returns.shape[1])).clamp(min=0)
     expected = lengths * 0.9**left * rollout.response_mask
-    torch.testing.assert_close(samples.returns * rollout.response_mask, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        samples.returns * rollout.response_mask, expected, rtol=1e-5, atol=1e-5
+    )
     assert {name: getattr(run.args, name) for name in lams} == lams
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_environments_of_a_prompt_have_one_seed_across_held_out_rollouts(tmp_path, monkeypatch, size):
-    run, seeds = trainer(tmp_path), []
+def test_environments_of_a_prompt_have_one_seed_across_held_out_rollouts(
+    tmp_path, monkeypatch, size
+):
+    run = trainer(tmp_path)
+    seeds = []
     play = run.roles.player.play
-    monkeypatch.setattr(run.roles.player, "play", lambda rows, given: seeds.extend(given) or play(rows, given))
+    monkeypatch.setattr(
+        run.roles.player, "play", lambda rows, given: seeds.extend(given) or play(rows, given)
+    )
     held_out_rollouts(run, 32, num_generations=size)
     groups = [set(seeds[start : start + size]) for start in range(0, 32, size)]
-    assert all(len(group) == 1 for group in groups) and len(set.union(*groups)) == len(groups) == 32 // size
+    assert (
+        all(len(group) == 1 for group in groups)
+        and len(set.union(*groups)) == len(groups) == 32 // size
+    )
 
 
 def test_held_out_rollouts_are_sampled_as_those_of_training(tmp_path):
-    run, evaluates = trainer(tmp_path, eval_temperature=0.0), []
+    run = trainer(tmp_path, eval_temperature=0.0)
+    evaluates = []
     generator = run.roles.player.generator
     generate = generator.generate
-    generator.generate = lambda *args, **kwargs: evaluates.append(generator.evaluates) or generate(*args, **kwargs)
+    generator.generate = lambda *args, **kwargs: (
+        evaluates.append(generator.evaluates) or generate(*args, **kwargs)
+    )
     held_out_rollouts(run, completions=8)
     run.evaluate(prompts(4))
     assert evaluates[0] is False and evaluates[-1] is True
@@ -268,10 +304,13 @@ def test_explained_variance_is_that_of_the_rewards_so_far_as_the_critic_reads_th
     run = shaken(trainer(tmp_path, critic="side", reward=token_rewards))
     ((rollout, samples),) = held_out_rollouts(run, completions=8)
     run.run_state = run.run_state._replace(rewards=Moments(2.0, 0.0, 0.5))
-    sequences = with_rewards_so_far(rollout.sequences, samples.scored.tokens, rollout.response_mask, run.run_state)
+    sequences = with_rewards_so_far(
+        rollout.sequences, samples.scored.tokens, rollout.response_mask, run.run_state
+    )
     assert sequences.earned.any() and not rollout.sequences.earned.any()
     mask = rollout.response_mask
-    values, returns = score_tokens(run.roles, sequences).values[mask].numpy(), samples.returns[mask].numpy()
+    values = score_tokens(run.roles, sequences).values[mask].numpy()
+    returns = samples.returns[mask].numpy()
     expected = 1 - np.var(returns - values) / np.var(returns)
     assert explained_variance(run, [(rollout, samples)]) == pytest.approx(expected, abs=1e-5)
 
@@ -279,7 +318,9 @@ def test_explained_variance_is_that_of_the_rewards_so_far_as_the_critic_reads_th
 def asked_for(run, completions):
     """Prompts that rewards are asked about while something is measured."""
     asked = []
-    run.roles.rewards[0].function = lambda prompts, **kwargs: asked.extend(prompts) or [0.0] * len(prompts)
+    run.roles.rewards[0].function = lambda prompts, **kwargs: (
+        asked.extend(prompts) or [0.0] * len(prompts)
+    )
     held_out_rollouts(run, completions)
     return asked
 
@@ -292,9 +333,21 @@ def test_held_out_prompts_come_from_the_evaluation_sets(tmp_path):
     run = trainer(tmp_path, evaluation=named(16, "w0 "))
     assert asked_for(run, 8) == [f"w0 w{2 * n}" for n in range(8)]  # spread evenly
     assert asked_for(run, 9) == [f"w0 w{n}" for n in range(16)]  # two rollouts
-    run = trainer(tmp_path, evaluation={"a": named(2, "w0 "), "b": named(3, "w1 ").to_iterable_dataset()})
-    assert asked_for(run, 8) == ["w0 w0", "w0 w1", "w1 w0", "w1 w1", "w1 w2", "w0 w0", "w0 w1", "w1 w0"]
-    run = trainer(tmp_path, train=named(24).to_iterable_dataset())  # without any, the first of a stream
+    run = trainer(
+        tmp_path, evaluation={"a": named(2, "w0 "), "b": named(3, "w1 ").to_iterable_dataset()}
+    )
+    assert asked_for(run, 8) == [
+        "w0 w0",
+        "w0 w1",
+        "w1 w0",
+        "w1 w1",
+        "w1 w2",
+        "w0 w0",
+        "w0 w1",
+        "w1 w0",
+    ]
+    # without any, the first of a stream
+    run = trainer(tmp_path, train=named(24).to_iterable_dataset())
     assert asked_for(run, 8) == [f"w{n}" for n in range(8)]
 
 
@@ -316,7 +369,10 @@ def test_held_out_prompts_are_those_that_training_reaches_last(tmp_path, shuffle
 
 def test_noise_of_rewards_differs_between_held_out_rollouts(tmp_path):
     seen = []
-    run = trainer(tmp_path, lambda prompts, **kwargs: seen.append([random.random() for _ in prompts]) or seen[-1])
+    run = trainer(
+        tmp_path,
+        lambda prompts, **kwargs: seen.append([random.random() for _ in prompts]) or seen[-1],
+    )
     held_out_rollouts(run, 24)
     assert len(seen) == 3 and len({tuple(scores) for scores in seen}) == 3
 
@@ -325,8 +381,11 @@ def test_monitored_rewards_are_not_measured(tmp_path):
     def watched(prompts, **kwargs):
         pytest.fail("a monitored reward was measured")
 
-    args, words = config(tmp_path), tokenizer()
-    run = PPOTrainer(llama(), length_reward, args, prompts(), processing_class=words, monitor_funcs=watched)
+    args = config(tmp_path)
+    words = tokenizer()
+    run = PPOTrainer(
+        llama(), length_reward, args, prompts(), processing_class=words, monitor_funcs=watched
+    )
     assert held_out_rollouts(run, 8)
 
 
@@ -346,7 +405,9 @@ def test_main_process_saves_in_output_dir(tmp_path, monkeypatch, is_main):
     run = trainer(tmp_path / "run", max_steps=1, gamma=0.5)
     monkeypatch.setattr(run, "is_world_process_zero", lambda: is_main)
     numbers = pretrain_critic(run, tmp_path / "elsewhere")
-    assert (tmp_path / "elsewhere").exists() == is_main and not (tmp_path / "run" / "critic.json").exists()
+    assert (tmp_path / "elsewhere").exists() == is_main and not (
+        tmp_path / "run" / "critic.json"
+    ).exists()
     if is_main:
         saved = json.loads((tmp_path / "elsewhere" / "critic.json").read_text())
         assert numbers.items() <= saved.items() and saved["gamma"] == 0.5
@@ -358,7 +419,10 @@ def test_main_process_saves_in_output_dir(tmp_path, monkeypatch, is_main):
 def test_rewards_are_resolved_in_every_form(there, monkeypatch):
     from trl.rewards import think_format_reward
 
-    assert find_reward("Skywork/Skywork-Reward-V2-Qwen3-0.6B") == "Skywork/Skywork-Reward-V2-Qwen3-0.6B"
+    assert (
+        find_reward("Skywork/Skywork-Reward-V2-Qwen3-0.6B")
+        == "Skywork/Skywork-Reward-V2-Qwen3-0.6B"
+    )
     assert find_reward("gpt2") == "gpt2" and find_reward("./policy") == "./policy"
     assert find_reward("Qwen2.5-0.5B") == "Qwen2.5-0.5B"
     (there / "runs.reward").mkdir(exist_ok=True)
@@ -370,7 +434,9 @@ def test_rewards_are_resolved_in_every_form(there, monkeypatch):
     assert punished == [0, -0.5, -1, -1]
     assert find_reward("cli_rewards.of_last_word")(prompts=["w3 w7"]) == [3.0]
     (there / "library").mkdir(exist_ok=True)
-    (there / "library" / "scores_of_mine.py").write_text("import math\n\nclass Judge:\n    score = math.sqrt\n")
+    (there / "library" / "scores_of_mine.py").write_text(
+        "import math\n\nclass Judge:\n    score = math.sqrt\n"
+    )
     monkeypatch.syspath_prepend(str(there / "library"))
     assert find_reward("scores_of_mine.Judge").score(4) == 2
 
@@ -397,7 +463,10 @@ def test_datasets_are_read_from_files_and_directories(tmp_path):
     made.to_json(tmp_path / "folder" / "train.jsonl")
     for name in ("a.jsonl", "b.json", "c.parquet", "saved", "splits", "folder"):
         assert rows(tmp_path / name) == given, name
-    assert load_datasets(PPOScriptArguments(dataset_name=str(tmp_path / "splits"))).keys() == {"train", "test"}
+    assert load_datasets(PPOScriptArguments(dataset_name=str(tmp_path / "splits"))).keys() == {
+        "train",
+        "test",
+    }
     assert rows(tmp_path / "a.jsonl", dataset_streaming=True) == given
 
 
@@ -407,12 +476,20 @@ def test_datasets_are_read_from_files_and_directories(tmp_path):
         ("a.csv", "prompt\nw1\n", {}, "must be a file of the types .json"),
         ("a.json", "{", {}, "cannot be "),
         ("a.json", "[]", {"dataset_config": "main"}, "`dataset_config='main'` selects a part"),
-        ("state.json", "{}", {"dataset_streaming": True}, "`dataset_streaming=True` does not support"),
+        (
+            "state.json",
+            "{}",
+            {"dataset_streaming": True},
+            "`dataset_streaming=True` does not support",
+        ),
     ],
 )
 def test_unreadable_dataset_is_refused(tmp_path, name, content, arguments, says):
     (tmp_path / name).write_text(content)
-    path = tmp_path if name == "state.json" else tmp_path / name
+    if name == "state.json":
+        path = tmp_path
+    else:
+        path = tmp_path / name
     with pytest.raises(ValueError, match=re.escape(says)):
         rows(path, **arguments)
 
@@ -423,10 +500,14 @@ def built(monkeypatch, there):
 
     def build(model_args=None, script_args=None, args=None, dataset=None, **kwargs):
         monkeypatch.setattr(launch, "PPOTrainer", dict)
-        script_args = PPOScriptArguments("prompts.jsonl", reward_funcs=["gpt2"], **(script_args or {}))
+        script_args = PPOScriptArguments(
+            "prompts.jsonl", reward_funcs=["gpt2"], **(script_args or {})
+        )
         model_args = model_args or PPOModelConfig("policy")
         dataset = load_datasets(script_args) if dataset is None else dataset
-        return build_trainer(script_args, config(there, **(args or {})), model_args, dataset, **kwargs)
+        return build_trainer(
+            script_args, config(there, **(args or {})), model_args, dataset, **kwargs
+        )
 
     return build
 
@@ -442,7 +523,9 @@ def test_default_adapter_and_dtype_are_those_of_the_trainer(built):
 @pytest.mark.parametrize("settings", [{"r": 4}, {"target_modules": ["q_proj", "v_proj"]}])
 def test_lora_argument_changes_only_its_field(built, settings):
     arguments = {f"lora_{name}": value for name, value in settings.items()}
-    assert built(PPOModelConfig("policy", **arguments))["peft_config"] == replace(default_peft_config(), **settings)
+    assert built(PPOModelConfig("policy", **arguments))["peft_config"] == replace(
+        default_peft_config(), **settings
+    )
 
 
 def test_model_init_kwargs_come_from_the_model_arguments(built):
@@ -451,10 +534,14 @@ def test_model_init_kwargs_come_from_the_model_arguments(built):
     assert built(model_args)["args"].model_init_kwargs == expected
     both = built(model_args, args={"model_init_kwargs": {"dtype": "bfloat16", "use_cache": False}})
     assert both["args"].model_init_kwargs == expected | {"use_cache": False}
-    quantized = built(PPOModelConfig("policy", load_in_4bit=True, bnb_4bit_quant_type="fp4", dtype="bfloat16"))
+    quantized = built(
+        PPOModelConfig("policy", load_in_4bit=True, bnb_4bit_quant_type="fp4", dtype="bfloat16")
+    )
     assert quantized["quantization_config"].bnb_4bit_quant_type == "fp4"
     assert quantized["quantization_config"].bnb_4bit_compute_dtype == torch.bfloat16
-    assert built(PPOModelConfig("policy", load_in_4bit=True, dtype="auto"))["quantization_config"].load_in_4bit
+    assert built(PPOModelConfig("policy", load_in_4bit=True, dtype="auto"))[
+        "quantization_config"
+    ].load_in_4bit
     assert built(PPOModelConfig("policy", load_in_8bit=True))["quantization_config"].load_in_8bit
 
 
@@ -463,9 +550,17 @@ def test_datasets_are_passed_by_split(built, there):
     evaluating = {"eval_strategy": "steps", "eval_steps": 2}
     given = built(args=evaluating, dataset=made)
     assert given["train_dataset"] is made["train"] and given["eval_dataset"] is made["test"]
-    given = built(script_args={"dataset_test_split": "other"}, args=evaluating, dataset=made, callbacks=["mine"])
+    given = built(
+        script_args={"dataset_test_split": "other"},
+        args=evaluating,
+        dataset=made,
+        callbacks=["mine"],
+    )
     assert given["eval_dataset"] is made["other"] and given["callbacks"] == ["mine"]
-    assert built(script_args={"monitor_funcs": ["gpt2", "./policy"]})["monitor_funcs"] == ["gpt2", "./policy"]
+    assert built(script_args={"monitor_funcs": ["gpt2", "./policy"]})["monitor_funcs"] == [
+        "gpt2",
+        "./policy",
+    ]
 
 
 def test_trainer_of_a_pretrained_critic_trains_no_frozen_policy(tmp_path, monkeypatch):

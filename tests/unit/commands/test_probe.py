@@ -1,4 +1,5 @@
-"""The probe on tasks with known answers, against independent recomputations, and what the command prints."""
+"""The probe on tasks with known answers, against independent recomputations, and what the
+command prints."""
 
 import json
 import random
@@ -13,7 +14,14 @@ from transformers import BitsAndBytesConfig
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands import probe as module
-from trl_ppo_ext.commands.probe import LAMBDAS, agreements, gradient_sketches, probe, ridge_values, verdict
+from trl_ppo_ext.commands.probe import (
+    LAMBDAS,
+    agreements,
+    gradient_sketches,
+    probe,
+    ridge_values,
+    verdict,
+)
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.sequences import Sequences
 
@@ -24,7 +32,8 @@ def task(output_dir, reward, rows=28, **kwargs):
     """Trainer of a task with this many prompts of one word."""
     sizes = {"per_device_train_batch_size": 64, "num_mini_batches": 1, "max_completion_length": 6}
     args = config(output_dir, **sizes | {"kl_coef": 0.0, "critic": "side"} | kwargs)
-    dataset, model = Dataset.from_dict({"prompt": WORDS[:rows]}), llama()
+    dataset = Dataset.from_dict({"prompt": WORDS[:rows]})
+    model = llama()
     model.get_input_embeddings().weight.data *= 10  # so that states are linear in their token
     return PPOTrainer(model, reward, args, dataset, processing_class=tokenizer())
 
@@ -58,13 +67,18 @@ def test_equal_scores_of_a_prompt_leave_nothing_to_learn(tmp_path):
     result = probe(task(tmp_path, of_prompt))
     assert result["explained_variance"] < 0.3 and result["agreement"]["rloo"] is None
     assert result["groups_without_signal"] == 1 and "nothing to learn" in result["verdict"]
-    assert result["completions"] == 256 and result["num_generations"] == 8 and result["prompts"] == 28
+    assert (
+        result["completions"] == 256 and result["num_generations"] == 8 and result["prompts"] == 28
+    )
 
 
 def test_rewards_of_tokens_with_noise_take_a_critic_with_a_low_lambda(tmp_path):
     result = probe(task(tmp_path, of_each_token), completions=1024)
     agreement = {name: values[0] for name, values in result["agreement"].items()}
-    assert agreement["lam=0"] > agreement["lam=0.95"] > agreement["rloo"] and agreement["lam=1"] > agreement["grpo"]
+    assert (
+        agreement["lam=0"] > agreement["lam=0.95"] > agreement["rloo"]
+        and agreement["lam=1"] > agreement["grpo"]
+    )
     assert all(low <= mean <= high for mean, low, high in result["agreement"].values())
     assert "A critic pays, with `lam` near 0" in result["verdict"]
     assert json.loads((tmp_path / "probe.json").read_text()) == result
@@ -77,7 +91,9 @@ def test_noise_is_explained_by_nothing_and_cannot_be_told(tmp_path):
 
 
 def test_equal_returns_have_no_agreement(tmp_path):
-    result = probe(task(tmp_path, lambda prompts, **kwargs: [0.7] * len(prompts), rows=1), completions=32)
+    result = probe(
+        task(tmp_path, lambda prompts, **kwargs: [0.7] * len(prompts), rows=1), completions=32
+    )
     assert result["agreement"]["rloo"] is None and "nothing to learn" in result["verdict"]
     assert result["explained_variance"] == 0
 
@@ -92,25 +108,38 @@ def test_task_of_one_prompt_is_measured_over_completions(tmp_path):
 
 def definitions(rewards, size, gamma, values):
     """Advantages of a list of completions, from their definitions."""
-    returns = [[sum(gamma**k * x for k, x in enumerate(row[t:])) for t in range(len(row))] for row in rewards]
+    returns = [
+        [sum(gamma**k * x for k, x in enumerate(row[t:])) for t in range(len(row))]
+        for row in rewards
+    ]
     found = {name: [] for name in ESTIMATORS}
     for i, row in enumerate(rewards):
         others = [x for j, other in enumerate(returns) if j != i for x in other]
-        group = [sum(rewards[j]) for j in range(i // size * size, i // size * size + size) if j != i]
+        group = [
+            sum(rewards[j]) for j in range(i // size * size, i // size * size + size) if j != i
+        ]
         found["rebn"].append([x - sum(others) / len(others) for x in returns[i]])
         found["rloo"].append([sum(row) - sum(group) / len(group)] * len(row))
         scores = [sum(rewards[j]) for j in range(i // size * size, i // size * size + size)]
-        found["grpo"].append([(sum(row) - np.mean(scores)) / (np.std(scores, ddof=1) + 1e-4)] * len(row))
-        deltas = [x + gamma * after - v for x, v, after in zip(row, values[i], [*values[i][1:], 0.0])]
+        found["grpo"].append(
+            [(sum(row) - np.mean(scores)) / (np.std(scores, ddof=1) + 1e-4)] * len(row)
+        )
+        deltas = [
+            x + gamma * after - v for x, v, after in zip(row, values[i], [*values[i][1:], 0.0])
+        ]
         for lam in LAMBDAS:
-            sums = [sum((gamma * lam) ** k * x for k, x in enumerate(deltas[t:])) for t in range(len(row))]
+            sums = [
+                sum((gamma * lam) ** k * x for k, x in enumerate(deltas[t:]))
+                for t in range(len(row))
+            ]
             found[f"lam={lam:g}"].append(sums)
     return found
 
 
 @pytest.mark.parametrize("critic", ["head", "none"])
 def test_advantages_follow_their_definitions(tmp_path, monkeypatch, critic):
-    seen, captured = [], {}
+    seen = []
+    captured = {}
 
     def reward(prompts, completion_ids, **kwargs):
         rewards = [[random.gauss(1, 1) for _ in ids] for ids in completion_ids]
@@ -123,8 +152,13 @@ def test_advantages_follow_their_definitions(tmp_path, monkeypatch, critic):
 
     monkeypatch.setattr(module, "ridge_values", values_of)
     sketches = module.gradient_sketches
-    monkeypatch.setattr(module, "gradient_sketches", lambda *given: captured.update(given[2]) or sketches(*given))
-    discount = {"gamma": 0.9, "lam": 0.5} if critic == "head" else {"num_generations": 4, "top_entropy_quantile": 0.5}
+    monkeypatch.setattr(
+        module, "gradient_sketches", lambda *given: captured.update(given[2]) or sketches(*given)
+    )
+    if critic == "head":
+        discount = {"gamma": 0.9, "lam": 0.5}
+    else:
+        discount = {"num_generations": 4, "top_entropy_quantile": 0.5}
     sizes = {"per_device_train_batch_size": 12, "generation_batch_size": 12}
     run = task(tmp_path, reward, rows=7, critic=critic, **discount, **sizes)
     if critic == "head":
@@ -135,12 +169,17 @@ def test_advantages_follow_their_definitions(tmp_path, monkeypatch, critic):
     texts, rewards = zip(*seen)
     for start in range(0, len(texts), size):
         assert len(set(texts[start : start + size])) == 1
-    returns = [[sum(gamma**k * x for k, x in enumerate(row[t:])) for t in range(len(row))] for row in rewards]
+    returns = [
+        [sum(gamma**k * x for k, x in enumerate(row[t:])) for t in range(len(row))]
+        for row in rewards
+    ]
     values = [np.sin(row).tolist() for row in returns]
     for name, rows in definitions(rewards, size, gamma, values).items():
         for got, expected in zip(captured[name], rows, strict=True):
             expected = [*expected, *[0.0] * (len(got) - len(expected))]
-            torch.testing.assert_close(got, torch.tensor(expected, dtype=got.dtype), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                got, torch.tensor(expected, dtype=got.dtype), atol=1e-4, rtol=1e-4
+            )
     targets = np.concatenate(returns)
     share = 1 - np.var(targets - np.sin(targets)) / np.var(targets)
     assert result["explained_variance"] == pytest.approx(share, abs=1e-4)
@@ -155,18 +194,23 @@ def test_advantages_follow_their_definitions(tmp_path, monkeypatch, critic):
 def test_ridge_is_the_closed_form_with_the_least_error(signal):
     """Here as least squares on data with rows added for the penalty."""
     generator = np.random.default_rng(0)
-    x, folds = generator.normal(size=(80, 12)), generator.integers(0, 4, 80)
+    x = generator.normal(size=(80, 12))
+    folds = generator.integers(0, 4, 80)
     x[:, 0] = 1
     y = signal * x @ generator.normal(size=12) + generator.normal(size=80) + 50
-    x, y = x.astype(np.float32), y.astype(np.float32)
-    predictions, errors = {}, {}
+    x = x.astype(np.float32)
+    y = y.astype(np.float32)
+    predictions = {}
+    errors = {}
     for ridge in module.RIDGES:
         predictions[ridge] = np.zeros(80)
         for fold in range(4):
-            train, test = folds != fold, folds == fold
+            train = folds != fold
+            test = folds == fold
             strength = ridge * np.square(x[train].astype(float)).sum(0).mean()
             added = np.sqrt(strength) * np.eye(12)[1:]  # not for the bias
-            inputs, targets = np.concatenate([x[train], added]), np.concatenate([y[train], np.zeros(11)])
+            inputs = np.concatenate([x[train], added])
+            targets = np.concatenate([y[train], np.zeros(11)])
             predictions[ridge][test] = x[test] @ np.linalg.lstsq(inputs, targets, rcond=None)[0]
         errors[ridge] = np.square(y - predictions[ridge]).sum()
     best = min(errors, key=errors.get)
@@ -180,18 +224,31 @@ def test_sketches_keep_products_of_gradients(tmp_path, monkeypatch):
     run = task(tmp_path, noise, per_device_train_batch_size=4, temperature=0.7)
     rollouts = [rollout for rollout, _ in module.held_out_rollouts(run, 8)]
     tables = {"a": torch.randn(7, 6), "b": torch.randn(7, 6)}
-    weight, exact = run.actor_critic.policy.get_output_embeddings().weight.detach(), []
+    weight = run.actor_critic.policy.get_output_embeddings().weight.detach()
+    exact = []
     for row in range(7):
         sequences = rollouts[row // 4].sequences.rows(torch.tensor([row % 4]))
         start = int(sequences.prompt_lengths) - 1
-        outputs = run.actor_critic.policy(input_ids=sequences.packed.input_ids[None], output_hidden_states=True)
+        outputs = run.actor_critic.policy(
+            input_ids=sequences.packed.input_ids[None], output_hidden_states=True
+        )
         states = outputs.hidden_states[-1][0, start:-1].detach()
         layer = torch.eye(len(weight.T), requires_grad=True)  # a linear layer on the last states
-        logprobs = (states @ layer @ weight.T / 0.7).log_softmax(-1).gather(1, sequences.completion_ids[0][:, None])
+        logprobs = (
+            (states @ layer @ weight.T / 0.7)
+            .log_softmax(-1)
+            .gather(1, sequences.completion_ids[0][:, None])
+        )
         objectives = [logprobs[:, 0] @ table[row, : len(logprobs)] for table in tables.values()]
-        exact.append(torch.stack([torch.autograd.grad(x, layer, retain_graph=True)[0].flatten() for x in objectives]))
-    exact, sketched = torch.stack(exact).flatten(0, 1), gradient_sketches(run, rollouts, tables).flatten(0, 1)
-    products, expected = sketched @ sketched.T, exact @ exact.T
+        exact.append(
+            torch.stack(
+                [torch.autograd.grad(x, layer, retain_graph=True)[0].flatten() for x in objectives]
+            )
+        )
+    exact = torch.stack(exact).flatten(0, 1)
+    sketched = gradient_sketches(run, rollouts, tables).flatten(0, 1)
+    products = sketched @ sketched.T
+    expected = exact @ exact.T
     assert torch.corrcoef(torch.stack([products.flatten(), expected.flatten()]))[0, 1] > 0.99
     torch.testing.assert_close(products.diagonal(), expected.diagonal(), rtol=0.2, atol=0)
 
@@ -199,7 +256,9 @@ def test_sketches_keep_products_of_gradients(tmp_path, monkeypatch):
 def test_sketches_read_advantages_at_sampled_tokens_only(tmp_path):
     run = task(tmp_path, noise, per_device_train_batch_size=2)
     sampled = [[1, 1, 0, 2], [1, 0, 0, 2]]  # an environment wrote the others
-    sequences = Sequences.from_token_ids([[5, 6], [7]], [[8, 9, 10, 11], [9, 8, 7, 6]], 0, "cpu", sampled=sampled)
+    sequences = Sequences.from_token_ids(
+        [[5, 6], [7]], [[8, 9, 10, 11], [9, 8, 7, 6]], 0, "cpu", sampled=sampled
+    )
     nothing = torch.zeros(2, 4)
     rollout = Rollout(sequences, sequences.completion_mask, nothing, nothing)
     tables = {str(place): torch.eye(4)[place].expand(2, 4) for place in range(4)}
@@ -210,12 +269,15 @@ def test_sketches_read_advantages_at_sampled_tokens_only(tmp_path):
 def test_agreement_is_the_cosine_with_the_expected_gradient():
     """Unbiased gradients with much noise, the same with less, and others that are biased."""
     generator = torch.Generator().manual_seed(0)
-    exact, count = torch.randn(50, generator=generator), 600
+    exact = torch.randn(50, generator=generator)
+    count = 600
     noise = torch.randn(count, 50, generator=generator)
     biased = exact + 3 * torch.randn(50, generator=generator)
     gradients = torch.stack([exact + 4 * noise, exact + noise, biased.expand(count, 50)], 1)
     found = agreements(gradients, torch.arange(count), 1, rollout=16)
-    means = torch.stack([exact.norm() / (exact.norm() ** 2 + 50 * size**2 / 16).sqrt() for size in (4, 1)])
+    means = torch.stack(
+        [exact.norm() / (exact.norm() ** 2 + 50 * size**2 / 16).sqrt() for size in (4, 1)]
+    )
     torch.testing.assert_close(found[:2, 0].float(), means, rtol=0.1, atol=0)
     cosine = torch.nn.functional.cosine_similarity(biased, exact, dim=0)
     assert found[2, 0].item() == pytest.approx(cosine.item(), abs=0.03)
@@ -228,7 +290,8 @@ def test_agreement_comes_from_pairs_without_a_common_prompt():
     blocks = torch.tensor([3, 3, 0, 1, 1])
     pairs = [(i, j) for i in range(5) for j in range(5) if blocks[i] != blocks[j]]
     product, length, square = (
-        np.mean([float(few[i, a] @ few[j, b]) for i, j in pairs]) for a, b in ((0, 1), (1, 1), (0, 0))
+        np.mean([float(few[i, a] @ few[j, b]) for i, j in pairs])
+        for a, b in ((0, 1), (1, 1), (0, 0))
     )
     own = np.mean([float(few[i, 0] @ few[i, 0]) for i in range(5)])
     value = product / (own / 16 + 15 / 16 * square) ** 0.5 / length**0.5
@@ -242,7 +305,11 @@ def test_agreement_comes_from_pairs_without_a_common_prompt():
     "critic, rebn, said",
     [
         (0.6, 0.3, "A critic pays, with `lam` near 0.5: it needs 25% of the completions"),
-        (0.3, 0.6, 'so take `critic="none", advantage_estimator="rebn"`: it needs 25% of the completions'),
+        (
+            0.3,
+            0.6,
+            'so take `critic="none", advantage_estimator="rebn"`: it needs 25% of the completions',
+        ),
         (0.45, 0.46, "No difference"),
     ],
 )
@@ -263,7 +330,9 @@ def test_verdict_follows_the_interval_of_the_difference(critic, rebn, said):
 def test_run_is_not_changed(tmp_path):
     run = task(tmp_path, noise, critic="head", kl_coef=0.1, kl_target=1.0, normalize_rewards=True)
     weights = {name: x.clone() for name, x in run.actor_critic.state_dict().items()}
-    state, seed, settings = run.run_state, torch.get_rng_state(), dict(vars(run.args))
+    state = run.run_state
+    seed = torch.get_rng_state()
+    settings = dict(vars(run.args))
     probe(run, completions=32)
     assert run.run_state == state and dict(vars(run.args)) == settings
     assert torch.equal(torch.get_rng_state(), seed)
@@ -275,15 +344,22 @@ def test_run_is_not_changed(tmp_path):
 def test_every_kind_of_run_can_be_probed(tmp_path, kind):
     settings = {"per_device_train_batch_size": 32, "num_mini_batches": 1}
     rows = [{"prompt": word, "answer": f"{word} w1"} for word in WORDS[:8]]
-    dataset, model, options = Dataset.from_list(rows), llama(hidden_size=64), {}
+    dataset = Dataset.from_list(rows)
+    model = llama(hidden_size=64)
+    options = {}
     if kind == "4-bit base":
         model.save_pretrained(tmp_path / "model")
         model = str(tmp_path / "model")
-        options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
+        options = {
+            "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        }
     else:
         settings |= {"critic": "adapter", "critic_prompt": "answer"}
     args = config(tmp_path / "run", **settings)
-    result = probe(PPOTrainer(model, noise, args, dataset, processing_class=tokenizer(), **options), completions=32)
+    result = probe(
+        PPOTrainer(model, noise, args, dataset, processing_class=tokenizer(), **options),
+        completions=32,
+    )
     assert result["prompts"] == 4 and list(result["agreement"]) == ESTIMATORS
 
 
@@ -322,18 +398,26 @@ def test_probe_of_nothing_is_refused(there, capsys):
 def test_command_prints_table_and_verdict(there, tmp_path, capsys):
     (there / "run.yaml").write_text(RUN)
     out = tmp_path / "out"
-    assert cli.main(["probe", "--config", "run.yaml", "--completions", "16", "--output_dir", str(out)]) == 0
+    assert (
+        cli.main(["probe", "--config", "run.yaml", "--completions", "16", "--output_dir", str(out)])
+        == 0
+    )
     printed = capsys.readouterr().out.rstrip()
     result = json.loads((out / "probe.json").read_text())
-    assert "16 completions of 8 prompts; all scores are equal in " in printed and "of the groups of 2" in printed
     assert (
-        "(1; noise: 0), with 90 % intervals\nHalf the agreement takes four times the completions. lam=... has a critic"
-        in printed
+        "16 completions of 8 prompts; all scores are equal in " in printed
+        and "of the groups of 2" in printed
+    )
+    assert (
+        "(1; noise: 0), with 90 % intervals\nHalf the agreement takes four times the completions. "
+        "lam=... has a critic" in printed
     )
     rows = [line.split() for line in printed.splitlines()]
     for name, values in result["agreement"].items():
         mean, low, high = (f"{x:.2f}" for x in values or (0, 0, 0))
-        assert ([name, mean, low, "to", high] if values else [name, *"cannot be told".split()]) in rows
+        assert (
+            [name, mean, low, "to", high] if values else [name, *"cannot be told".split()]
+        ) in rows
     assert f"{result['explained_variance']:.2f}" in printed
     assert printed.endswith(result["verdict"])
     assert [path.name for path in out.iterdir() if path.name != ".lock"] == ["probe.json"]

@@ -70,14 +70,18 @@ def test_run_saves_an_adapter_that_peft_loads(there, capsys):
 
 def test_run_starts_from_an_adapter(there, capsys):
     torch.manual_seed(1)
-    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     get_peft_model(AutoModelForCausalLM.from_pretrained("policy"), lora).save_pretrained("sft")
     before = weights("sft")
     start = {"adapter_name_or_path": "sft", "learning_rate": 0.0}
     assert run("--dry_run", **start) == 0 and "peak:" in capsys.readouterr().out
     assert run(output_dir="continued", max_steps=1, **start) == 0
     after = weights("continued")
-    assert before.keys() == after.keys() and all(torch.equal(x, after[name]) for name, x in before.items())
+    assert before.keys() == after.keys() and all(
+        torch.equal(x, after[name]) for name, x in before.items()
+    )
 
 
 def test_run_reads_the_tokenizer_of_the_adapter_that_it_starts_from(there, capsys):
@@ -87,7 +91,11 @@ def test_run_reads_the_tokenizer_of_the_adapter_that_it_starts_from(there, capsy
     saved.chat_template = "{% for m in messages %}w7 {{ m.content }}{% endfor %}"
     saved.save_pretrained("chats")
     save(there / "chats.jsonl", [{"prompt": [{"role": "user", "content": "w9"}]}] * 8)
-    chats = {"adapter_name_or_path": "chats", "dataset_name": "chats.jsonl", "reward_funcs": "cli_rewards.length"}
+    chats = {
+        "adapter_name_or_path": "chats",
+        "dataset_name": "chats.jsonl",
+        "reward_funcs": "cli_rewards.length",
+    }
     assert run("--dry_run", **chats) == 0
     assert capsys.readouterr().out.rstrip().endswith("w7 w9")
     assert run(**chats, max_steps=1, output_dir="chatted") == 0
@@ -114,21 +122,37 @@ def test_run_resumes_from_its_newest_checkpoint(there):
     for folder, how in (("resumed", True), ("named", "named/checkpoint-2")):
         shutil.copytree("straight/checkpoint-2", f"{folder}/checkpoint-2")
         assert run(output_dir=folder, resume_from_checkpoint=how) == 0
-        first = [Path(run_dir, "checkpoint-2", "adapter_model.safetensors") for run_dir in (folder, "straight")]
-        assert first[0].stat().st_mtime_ns == first[1].stat().st_mtime_ns  # a run from the beginning writes it again
-        again, before = weights(folder), weights("straight")
+        first = [
+            Path(run_dir, "checkpoint-2", "adapter_model.safetensors")
+            for run_dir in (folder, "straight")
+        ]
+        # a run from the beginning writes it again
+        assert first[0].stat().st_mtime_ns == first[1].stat().st_mtime_ns
+        again = weights(folder)
+        before = weights("straight")
         assert all(torch.equal(again[name], before[name]) for name in before)
 
 
 def test_run_is_evaluated_on_eval_rows(there, monkeypatch):
     found = {}
     built = train.build_trainer
-    monkeypatch.setattr(train, "build_trainer", lambda *given: found.setdefault("trainer", built(*given)))
-    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_rows": 3, "dataset_name": "splits"}
+    monkeypatch.setattr(
+        train, "build_trainer", lambda *given: found.setdefault("trainer", built(*given))
+    )
+    evaluated = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_rows": 3,
+        "dataset_name": "splits",
+    }
     assert run(output_dir="evaluated", max_steps=2, **evaluated) == 0
     trainer = found["trainer"]
-    assert [row["prompt"] for row in trainer.eval_dataset] == ["w9 w0", "w13 w4", "w17 w8"]  # spread over all
-    assert "eval_reward" in trainer.state.log_history[-2] or "eval_reward" in trainer.state.log_history[-1]
+    # spread over all
+    assert [row["prompt"] for row in trainer.eval_dataset] == ["w9 w0", "w13 w4", "w17 w8"]
+    assert (
+        "eval_reward" in trainer.state.log_history[-2]
+        or "eval_reward" in trainer.state.log_history[-1]
+    )
 
 
 def test_map_function_adds_missing_prompts(there, capsys):
@@ -138,19 +162,30 @@ def test_map_function_adds_missing_prompts(there, capsys):
 
 
 def test_environment_writes_missing_prompts(there):
-    settings = {"dataset_name": "questions.jsonl", "environment_factory": "cli_rewards.Walk", "reward_funcs": None}
+    settings = {
+        "dataset_name": "questions.jsonl",
+        "environment_factory": "cli_rewards.Walk",
+        "reward_funcs": None,
+    }
     assert run("--dry_run", **settings) == 0
 
 
 def test_environment_writes_all_prompts(there):
-    settings = {"environment_factory": "cli_rewards.Walk", "reward_funcs": None, "dataset_name": None, "max_steps": 2}
+    settings = {
+        "environment_factory": "cli_rewards.Walk",
+        "reward_funcs": None,
+        "dataset_name": None,
+        "max_steps": 2,
+    }
     assert run("--dry_run", **settings) == 0
     assert run(**settings, output_dir="walked") == 0
 
 
 def test_edited_map_function_maps_again(tmp_path):
     save(tmp_path / "rows.jsonl", [{"question": "w1"}])
-    script = PPOScriptArguments(dataset_name=str(tmp_path / "rows.jsonl"), map_function="edited_rows.to_prompt")
+    script = PPOScriptArguments(
+        dataset_name=str(tmp_path / "rows.jsonl"), map_function="edited_rows.to_prompt"
+    )
     script.directory = str(tmp_path)
     for suffix in ("w2", "w3 w4"):
         sys.modules.pop("edited_rows", None)
@@ -161,9 +196,14 @@ def test_edited_map_function_maps_again(tmp_path):
 
 def test_map_function_may_be_a_partial(tmp_path):
     save(tmp_path / "rows.jsonl", [{"question": "w1"}])
-    source = "from functools import partial\n\ndef ask(row, end):\n    return {'prompt': row['question'] + end}\n"
+    source = (
+        "from functools import partial\n\ndef ask(row, end):\n    return {'prompt': "
+        "row['question'] + end}\n"
+    )
     (tmp_path / "partial_rows.py").write_text(source + "to_prompt = partial(ask, end=' w2')\n")
-    script = PPOScriptArguments(dataset_name=str(tmp_path / "rows.jsonl"), map_function="partial_rows.to_prompt")
+    script = PPOScriptArguments(
+        dataset_name=str(tmp_path / "rows.jsonl"), map_function="partial_rows.to_prompt"
+    )
     script.directory = str(tmp_path)
     assert load_datasets(script)["train"][0]["prompt"] == "w1 w2"
 
@@ -172,14 +212,17 @@ class Stub:
     """Stands for a trainer, and records its calls."""
 
     def __init__(self):
-        self.accelerator, self.hub_model_id, self.calls = self, "me/run", {}
+        self.accelerator = self
+        self.hub_model_id = "me/run"
+        self.calls = {}
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: self.calls.update({name: kwargs})
 
 
 def test_run_is_pushed_with_its_datasets(there, monkeypatch):
-    pushed, saved = Stub(), Stub()
+    pushed = Stub()
+    saved = Stub()
     for trainer in (pushed, saved):
         monkeypatch.setattr(train, "build_trainer", lambda *given, trainer=trainer: trainer)
         monkeypatch.setattr(train, "load_datasets", lambda *given: {})
@@ -194,7 +237,10 @@ def test_failing_run_reports_its_step_and_cause(there):
     with pytest.raises(RuntimeError, match=says) as error:
         run(reward_funcs="cli_rewards.fails_late", output_dir="failed")
     cause = error.value.__cause__
-    assert "the disk is gone" in str(cause) and "checkpoint-2` holds all optimizer steps so far" in cause.__notes__[0]
+    assert (
+        "the disk is gone" in str(cause)
+        and "checkpoint-2` holds all optimizer steps so far" in cause.__notes__[0]
+    )
 
 
 def test_resuming_without_checkpoint_is_refused_in_one_line(there, capsys):
@@ -216,22 +262,32 @@ def test_recipes_script_is_the_command(there, monkeypatch, capsys):
 
 
 def test_dry_run_prints_a_preview(there, capsys):
-    assert run("--dry_run", dataset_name="chat.jsonl", num_generations=2, gradient_accumulation_steps=3) == 0
+    assert (
+        run(
+            "--dry_run", dataset_name="chat.jsonl", num_generations=2, gradient_accumulation_steps=3
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert (
-        "24 completions of 12 prompts (2 each) = 4 per micro-batch × 3 micro-batches × 2 minibatches × 1 process"
-        in said
+        "24 completions of 12 prompts (2 each) = 4 per micro-batch × 3 micro-batches × 2 "
+        "minibatches × 1 process" in said
     )
     assert "2 optimizer steps per rollout = 1 epochs × 2 minibatches of 12 completions" in said
     assert "4 optimizer steps = 2 rollouts = 48 completions" in said
-    assert "rewards: cli_rewards.of_last_word" in said and "tokens in 12 rows, of a context of 64" in said
+    assert (
+        "rewards: cli_rewards.of_last_word" in said
+        and "tokens in 12 rows, of a context of 64" in said
+    )
     assert "with prompts of 58 tokens" in said and "peak:" in said  # the context less a completion
     assert said.rstrip().endswith("\n<bos> <unk> w9 w0 <bos> <unk>")
     assert not (there / "run").exists()
 
 
 def test_dry_run_refuses_what_the_run_would(there, monkeypatch, capsys):
-    monkeypatch.setattr("trl_ppo_ext.tracking.completions.get_available_reporting_integrations", list)
+    monkeypatch.setattr(
+        "trl_ppo_ext.tracking.completions.get_available_reporting_integrations", list
+    )
     refused = [
         (
             {"max_prompt_length": 1},
@@ -239,7 +295,11 @@ def test_dry_run_refuses_what_the_run_would(there, monkeypatch, capsys):
             "Set `overlong_prompts='truncate'`",
         ),
         ({"report_to": "wandb"}, "`report_to` names 'wandb'", "not installed"),
-        ({"output_dir": "policy"}, "`output_dir` must not be the base model's own directory", "use another"),
+        (
+            {"output_dir": "policy"},
+            "`output_dir` must not be the base model's own directory",
+            "use another",
+        ),
     ]
     for changes, problem, remedy in refused:
         assert run("--dry_run", **changes) == 2
@@ -256,7 +316,12 @@ def test_dry_run_continues_without_memory_estimate(there, capsys):
 # changes of the config above, and what the error must say: the field, the value, the remedy
 WRONG = [
     ({"cliprnge": 0.3}, "`cliprnge`", "in the config file", "did you mean `cliprange`?"),
-    ({"total_episodes": 1000}, "`total_episodes`", "1000", "sets `max_steps` to .*; remove one of the two"),
+    (
+        {"total_episodes": 1000},
+        "`total_episodes`",
+        "1000",
+        "sets `max_steps` to .*; remove one of the two",
+    ),
     ({"learning_rate": "fast"}, "learning_rate", "'fast'", "invalid float value"),
     ({"kl_estimator": "k9"}, "`kl_estimator`", "'k9'", "must be one of 'k1'"),
     ({"temperature": 0}, "`temperature`", "got 0", "must be above 0"),
@@ -266,45 +331,130 @@ WRONG = [
     ({"eval_strategy": "epoch"}, "`dataset_test_split`", "'test'", r"to one of \['train'\]"),
     ({"eval_rows": 0}, "`eval_rows`", "0", "at least 1"),
     (
-        {"dataset_name": None, "environment_factory": "cli_rewards.Walk", "reward_funcs": None, "max_steps": -1},
+        {
+            "dataset_name": None,
+            "environment_factory": "cli_rewards.Walk",
+            "reward_funcs": None,
+            "max_steps": -1,
+        },
         "`dataset_name`",
         "with `dataset_streaming`",
         "`max_steps` must be set",
     ),
-    ({"dataset_streaming": True, "max_steps": -1}, "`dataset_streaming`", "`dataset_name`", "`max_steps` must be set"),
+    (
+        {"dataset_streaming": True, "max_steps": -1},
+        "`dataset_streaming`",
+        "`dataset_name`",
+        "`max_steps` must be set",
+    ),
     (
         {"dataset_name": None, "environment_factory": "cli_rewards.Walk", "eval_strategy": "epoch"},
         "`dataset_name`",
         "`eval_strategy` must be 'no'",
         "give a dataset",
     ),
-    ({"dataset_name": "./none"}, "`dataset_name", r"'./none'` does not exist; the working directory is /", "Name a"),
+    (
+        {"dataset_name": "./none"},
+        "`dataset_name",
+        r"'./none'` does not exist; the working directory is /",
+        "Name a",
+    ),
     ({"dataset_name": None}, "`dataset_name`", "no dataset", "an id, a file or a directory"),
-    ({"dataset_train_split": "training"}, "`dataset_train_split`", "'training'", r"to one of \['train'\]"),
-    ({"dataset_name": "questions.jsonl"}, "`train_dataset` needs", r"\['question'\]", "a `map_function`"),
-    ({"eval_rows": 2, "dataset_test_split": "train"}, "`eval_rows` needs", "'train'", "other than the training"),
+    (
+        {"dataset_train_split": "training"},
+        "`dataset_train_split`",
+        "'training'",
+        r"to one of \['train'\]",
+    ),
+    (
+        {"dataset_name": "questions.jsonl"},
+        "`train_dataset` needs",
+        r"\['question'\]",
+        "a `map_function`",
+    ),
+    (
+        {"eval_rows": 2, "dataset_test_split": "train"},
+        "`eval_rows` needs",
+        "'train'",
+        "other than the training",
+    ),
     ({"map_function": "to_prompt"}, "`map_function", "'to_prompt'", "name a module and a function"),
-    ({"map_function": "cli_rewards.to_prompts"}, "`map_function`", "'cli_rewards.to_prompts'", "name a function"),
-    ({"dataset_name": "chat.jsonl", "model_name_or_path": "plain"}, "chat_template", "messages", "set|give"),
+    (
+        {"map_function": "cli_rewards.to_prompts"},
+        "`map_function`",
+        "'cli_rewards.to_prompts'",
+        "name a function",
+    ),
+    (
+        {"dataset_name": "chat.jsonl", "model_name_or_path": "plain"},
+        "chat_template",
+        "messages",
+        "set|give",
+    ),
     ({"max_completion_length": 64}, "max_completion_length", "=64", "lower it"),
     ({"model_name_or_path": None}, "`model_name_or_path`", "no model", "give an id or a path"),
     ({"model_name_or_path": "./polcy"}, "`model_name_or_path", "'./polcy'", "check its spelling"),
     ({"reward_funcs": None}, "`reward_funcs`", "empty", "pass a reward, or an environment"),
-    ({"reward_funcs": "cli_rewards.length_"}, "`reward_funcs`", "'cli_rewards.length_'", "name a function"),
-    ({"reward_funcs": ["accuracy", "format"]}, "`reward_funcs`", "'accuracy'", r"such as my_rewards\.accuracy, or .*"),
-    ({"monitor_funcs": "cli_reward.length"}, "`monitor_funcs`", "'cli_reward.length'", "set PYTHONPATH"),
-    ({"reward_funcs": "cli_rewards.of_texts"}, "`of_texts` cannot be called", "`texts`", r"end its .*`\*\*kwargs`"),
-    ({"reward_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"\(none\).*add a missing column"),
-    ({"monitor_funcs": "accuracy_reward"}, "`accuracy_reward` cannot", "`solution`", r"columns of `train_dataset`"),
-    ({"reward_weights": [1.0, 2.0]}, "reward_weights", "2 entries for 1 rewards", "they must match"),
+    (
+        {"reward_funcs": "cli_rewards.length_"},
+        "`reward_funcs`",
+        "'cli_rewards.length_'",
+        "name a function",
+    ),
+    (
+        {"reward_funcs": ["accuracy", "format"]},
+        "`reward_funcs`",
+        "'accuracy'",
+        r"such as my_rewards\.accuracy, or .*",
+    ),
+    (
+        {"monitor_funcs": "cli_reward.length"},
+        "`monitor_funcs`",
+        "'cli_reward.length'",
+        "set PYTHONPATH",
+    ),
+    (
+        {"reward_funcs": "cli_rewards.of_texts"},
+        "`of_texts` cannot be called",
+        "`texts`",
+        r"end its .*`\*\*kwargs`",
+    ),
+    (
+        {"reward_funcs": "accuracy_reward"},
+        "`accuracy_reward` cannot",
+        "`solution`",
+        r"\(none\).*add a missing column",
+    ),
+    (
+        {"monitor_funcs": "accuracy_reward"},
+        "`accuracy_reward` cannot",
+        "`solution`",
+        r"columns of `train_dataset`",
+    ),
+    (
+        {"reward_weights": [1.0, 2.0]},
+        "reward_weights",
+        "2 entries for 1 rewards",
+        "they must match",
+    ),
     ({"critic": "none"}, "`num_generations`", "got 1", "use e.g. 8"),
     ({"critic_init": "splits"}, "`critic_init", "'splits'", "name a saved critic"),
     ({"critic_init": "nobody/critic"}, "`nobody/critic`", "on the Hub", "check the path and"),
     ({"use_peft": False}, "`use_peft=False`", "an adapter", "omit it"),
-    ({"adapter_name_or_path": "splits"}, "`peft_config='splits'`", "adapter_config.json", "name a saved adapter"),
+    (
+        {"adapter_name_or_path": "splits"},
+        "`peft_config='splits'`",
+        "adapter_config.json",
+        "name a saved adapter",
+    ),
     ({"adapter_name_or_path": "splits", "lora_r": 4}, "`lora_r", "=4", "remove one of the two"),
     ({"use_bnb_nested_quant": True}, "`use_bnb_nested_quant", "4 bits", "set `load_in_4bit`"),
-    ({"load_best_model_at_end": True}, "`load_best_model_at_end", "True", "needs `metric_for_best_model`"),
+    (
+        {"load_best_model_at_end": True},
+        "`load_best_model_at_end",
+        "True",
+        "needs `metric_for_best_model`",
+    ),
     (
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
         "`lr_scheduler_type",
@@ -314,15 +464,34 @@ WRONG = [
     ({"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha", "5.0", "Leave it at None"),
     ({"max_steps": 2.5}, "max_steps", "2.5", "must be int"),
     ({"reward_label": 1}, "`reward_label=", "1", "needs a reward model"),
-    ({"lora_task_type": "SEQ_CLS"}, "`lora_task_type='SEQ_CLS'`", "causal language model", "omit it"),
+    (
+        {"lora_task_type": "SEQ_CLS"},
+        "`lora_task_type='SEQ_CLS'`",
+        "causal language model",
+        "omit it",
+    ),
     ({"ignore_bias_buffers": True}, "`ignore_bias_buffers`", "without adapters", "omit it"),
-    ({"dtype": "bfloat16", "model_init_kwargs": {"dtype": "float32"}}, "`dtype`", "'float32'", "omit one of the two"),
-    ({"reward_funcs": "cli_rewards.not_a_reward"}, "'cli_rewards.not_a_reward'", "of the type int", "name a function"),
+    (
+        {"dtype": "bfloat16", "model_init_kwargs": {"dtype": "float32"}},
+        "`dtype`",
+        "'float32'",
+        "omit one of the two",
+    ),
+    (
+        {"reward_funcs": "cli_rewards.not_a_reward"},
+        "'cli_rewards.not_a_reward'",
+        "of the type int",
+        "name a function",
+    ),
 ]
 
 
-@pytest.mark.parametrize("changes, field, value, remedy", WRONG, ids=lambda x: str(x) if isinstance(x, dict) else "")
-def test_wrong_config_is_refused_with_field_value_and_remedy(there, capsys, changes, field, value, remedy):
+@pytest.mark.parametrize(
+    "changes, field, value, remedy", WRONG, ids=lambda x: str(x) if isinstance(x, dict) else ""
+)
+def test_wrong_config_is_refused_with_field_value_and_remedy(
+    there, capsys, changes, field, value, remedy
+):
     assert run("--dry_run", **changes) == 2
     error = " ".join(capsys.readouterr().err.split())
     for part in (re.escape(field), value, remedy):
@@ -332,14 +501,19 @@ def test_wrong_config_is_refused_with_field_value_and_remedy(there, capsys, chan
 
 @pytest.mark.parametrize("name", ["none.jsonl", "none.csv", "./no/ne", "/no/ne"])
 def test_missing_file_is_not_looked_up_on_the_hub(monkeypatch, name):
-    monkeypatch.setattr(data, "load_dataset", lambda *args, **kwargs: pytest.fail("it was looked up"))
+    monkeypatch.setattr(
+        data, "load_dataset", lambda *args, **kwargs: pytest.fail("it was looked up")
+    )
     with pytest.raises(
-        ValueError, match=rf"`dataset_name='{name}'` does not exist; the working directory is .*Name a"
+        ValueError,
+        match=rf"`dataset_name='{name}'` does not exist; the working directory is .*Name a",
     ):
         data.load_splits(name)
 
 
-@pytest.mark.parametrize("cause", [OSError("no connection"), RuntimeError("Dataset scripts are no longer supported")])
+@pytest.mark.parametrize(
+    "cause", [OSError("no connection"), RuntimeError("Dataset scripts are no longer supported")]
+)
 def test_error_of_a_failed_download_names_its_cause(monkeypatch, cause):
     def fail(*args, **kwargs):
         raise cause
@@ -362,7 +536,9 @@ def test_missing_config_file_is_refused_by_name(there, capsys, file):
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text, cause", [("a: [", "cannot be read"), ("- a", "must contain a YAML mapping")])
+@pytest.mark.parametrize(
+    "text, cause", [("a: [", "cannot be read"), ("- a", "must contain a YAML mapping")]
+)
 def test_invalid_config_file_is_refused(there, capsys, text, cause):
     (there / "broken.yaml").write_text(text)
     assert cli.main(["train", "--config", "broken.yaml"]) == 2
@@ -377,7 +553,9 @@ def test_repeated_key_of_a_config_is_refused(there, capsys):
     capsys.readouterr()
     assert cli.main(["train", "--config", str(repeated)]) == 2
     line = len(repeated.read_text().splitlines())
-    assert f"`max_steps` appears twice in the config file, in line {line}" in capsys.readouterr().err
+    assert (
+        f"`max_steps` appears twice in the config file, in line {line}" in capsys.readouterr().err
+    )
     repeated.write_text(file.read_text() + "generation_kwargs:\n  seed: 1\n  seed: 2\n")
     assert cli.main(["train", "--config", str(repeated)]) == 2
     assert "`seed` appears twice in the config file" in capsys.readouterr().err
@@ -404,7 +582,16 @@ def test_modules_beside_a_config_stand_for_no_missing_package(there):
 
 
 def test_keys_of_other_scripts_are_reported_with_what_replaces_them(there, capsys):
-    assert run("--dry_run", dataset_prompt_column="q", nonsense=1, system_prompt="Be good.", vllm_device="auto") == 2
+    assert (
+        run(
+            "--dry_run",
+            dataset_prompt_column="q",
+            nonsense=1,
+            system_prompt="Be good.",
+            vllm_device="auto",
+        )
+        == 2
+    )
     errors = capsys.readouterr().err.rstrip().split("\n- ")
     hints = ("`map_function`", "--help", "write it into the messages", "see `vllm_mode`")
     for error, hint in zip(errors, hints, strict=True):
@@ -414,7 +601,9 @@ def test_keys_of_other_scripts_are_reported_with_what_replaces_them(there, capsy
 @pytest.mark.parametrize("place", ["file", "line"])
 def test_torch_dtype_sets_dtype(there, capsys, place):
     """Its name before transformers 5, which public config files still have."""
-    in_file, in_line = ({"torch_dtype": "float32"}, []) if place == "file" else ({}, ["--torch_dtype=float32"])
+    in_file, in_line = (
+        ({"torch_dtype": "float32"}, []) if place == "file" else ({}, ["--torch_dtype=float32"])
+    )
     Path("configs/run.yaml").write_text(yaml.safe_dump(RUN | in_file))
     argv = ["--config", "configs/run.yaml", *in_line]
     _, _, model = parse("trl-ppo train", argv, "", script_class=train.TrainScriptArguments)
@@ -426,7 +615,11 @@ def test_torch_dtype_sets_dtype(there, capsys, place):
 def test_unknown_arguments_are_reported_together(there, capsys):
     assert run("--dry_run", "--nonsense", "1", cliprnge=0.3, temperature=0) == 2
     errors = capsys.readouterr().err.rstrip().split("\n- ")
-    assert len(errors) == 2 and "`cliprange`" in errors[0] and "`nonsense` on the command line" in errors[1]
+    assert (
+        len(errors) == 2
+        and "`cliprange`" in errors[0]
+        and "`nonsense` on the command line" in errors[1]
+    )
 
 
 def test_help_lists_our_fields_first_and_names_those_of_the_trainer(capsys):
@@ -435,11 +628,19 @@ def test_help_lists_our_fields_first_and_names_those_of_the_trainer(capsys):
     text = capsys.readouterr().out
     assert stop.value.code == 0 and "[--config] FILE.yaml" in text and len(text.splitlines()) < 350
     assert text.index("--model_name_or_path") < 400
-    _, *groups = re.split(r"^(model|dataset and rewards|training)(?: \([\w ]+\))?:$", text, flags=re.MULTILINE)
+    _, *groups = re.split(
+        r"^(model|dataset and rewards|training)(?: \([\w ]+\))?:$", text, flags=re.MULTILINE
+    )
     assert groups[::2] == ["model", "dataset and rewards", "training"]
     own, _, inherited = groups[5].partition("Also fields")
     options = [["--load_in_4bit"], ["--dry_run", "--map_function"]]
-    options.append([f"--{name} " for name in PPOConfig.__annotations__ if PPOConfig.__dataclass_fields__[name].init])
+    options.append(
+        [
+            f"--{name} "
+            for name in PPOConfig.__annotations__
+            if PPOConfig.__dataclass_fields__[name].init
+        ]
+    )
     for group, expected in zip([*groups[1:5:2], own], options):
         assert not [option for option in expected if option not in group.replace("\n", " \n")]
     names = {entry.name for entry in fields(TrainingArguments)} - PPOConfig.__annotations__.keys()
@@ -452,7 +653,10 @@ def test_config_file_sets_no_proxy(there, capsys, monkeypatch, name):
     monkeypatch.delenv(name, raising=False)
     (there / "proxy.yaml").write_text(f"env:\n  {name}: http://elsewhere:3128\n")
     assert cli.main(["train", "--config", "proxy.yaml"]) == 2
-    assert f"`env` of a config file must not set `{name}`, through which keys" in capsys.readouterr().err
+    assert (
+        f"`env` of a config file must not set `{name}`, through which keys"
+        in capsys.readouterr().err
+    )
     assert name not in os.environ
 
 

@@ -1,4 +1,5 @@
-"""What vLLM could not sample with is refused before it starts; tests/with_vllm has the tests that start it."""
+"""What vLLM could not sample with is refused before it starts; tests/with_vllm has the tests
+that start it."""
 
 import sys
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from trl_ppo_ext.modeling.loading import load_actor_critic
 
 
 def lora(**kwargs):
-    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | kwargs)
+    return LoraConfig(
+        **{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | kwargs
+    )
 
 
 def policy(tmp_path, **kwargs):
@@ -72,11 +75,15 @@ def test_sleep_mode_needs_a_version_that_frees_the_cache(tmp_path, base, monkeyp
     for name, module in stubs.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(vllm, "find_spec", lambda name: True)
-    with pytest.raises(ImportError, match=r"`vllm_enable_sleep_mode` needs vLLM 0\.31, got 0\.30\.0"):
+    with pytest.raises(
+        ImportError, match=r"`vllm_enable_sleep_mode` needs vLLM 0\.31, got 0\.30\.0"
+    ):
         trainer(tmp_path / "run", base, use_vllm=True, vllm_enable_sleep_mode=True)
 
 
-@pytest.mark.parametrize("ranks, reserved", [({"r": 1}, 1), ({}, 8), ({"rank_pattern": {"q_proj": 12}}, 16)])
+@pytest.mark.parametrize(
+    "ranks, reserved", [({"r": 1}, 1), ({}, 8), ({"rank_pattern": {"q_proj": 12}}, 16)]
+)
 def test_slot_has_the_next_rank_that_vllm_takes(tmp_path, ranks, reserved):
     assert vllm.reserved_rank(policy(tmp_path, **ranks)) == reserved
 
@@ -84,25 +91,35 @@ def test_slot_has_the_next_rank_that_vllm_takes(tmp_path, ranks, reserved):
 @pytest.mark.parametrize(
     "adapter, message",
     [
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "not with other adapters or one on the embeddings"),
+        (
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            "not with other adapters or one on the embeddings",
+        ),
         ({"target_modules": ["q_proj", "lm_head"]}, "must not be on the output projection"),
     ],
 )
-def test_adapter_that_vllm_cannot_load_is_refused_before_it_starts(tmp_path, base, no_engine, adapter, message):
+def test_adapter_that_vllm_cannot_load_is_refused_before_it_starts(
+    tmp_path, base, no_engine, adapter, message
+):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path / "run", base, peft_config=lora(**adapter), use_vllm=True)
 
 
 def test_model_without_a_path_is_refused(tmp_path, no_engine):
-    with pytest.raises(ValueError, match="no name or path that vLLM could load; save it, or set `vllm_kwargs="):
+    with pytest.raises(
+        ValueError, match="no name or path that vLLM could load; save it, or set `vllm_kwargs="
+    ):
         trainer(tmp_path, use_vllm=True)
 
 
 def test_quantized_base_is_served_only_if_it_is_named(tmp_path):
     quantized = policy(tmp_path)
     settings = quantized.policy.get_base_model().config
-    settings._name_or_path, settings.quantization_config = "org/model", SimpleNamespace(load_in_4bit=True)
-    with pytest.raises(ValueError, match=r"vLLM would serve `org/model` unquantized: .*`recipes/dequantize.py`"):
+    settings._name_or_path = "org/model"
+    settings.quantization_config = SimpleNamespace(load_in_4bit=True)
+    with pytest.raises(
+        ValueError, match=r"vLLM would serve `org/model` unquantized: .*`recipes/dequantize.py`"
+    ):
         vllm.served_base(quantized, config(tmp_path, use_vllm=True))
     named = config(tmp_path, use_vllm=True, vllm_base_model="org/dequantized")
     assert vllm.served_base(quantized, named) == "org/dequantized"

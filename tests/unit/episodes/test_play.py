@@ -1,4 +1,5 @@
-"""Turns of the policy and answers in between: what ends an episode, and what each part of a completion is."""
+"""Turns of the policy and answers in between: what ends an episode, and what each part of a
+completion is."""
 
 import asyncio
 import random
@@ -78,7 +79,8 @@ class Walk:
     """Plain environment: one step to the right is worth 1, and three of them end it."""
 
     def reset(self, row, seed):
-        self.place, self.seed = 0, seed
+        self.place = 0
+        self.seed = seed
         return f" at {self.place}"
 
     def step(self, text):
@@ -92,7 +94,8 @@ def played(player, rows, seeds=None):
 
 def written(player, episode):
     """Text of each part of a completion, and whether the policy sampled it."""
-    parts, tokenizer = [], player.chat.tokenizer
+    parts = []
+    tokenizer = player.chat.tokenizer
     for token, by_policy in zip(episode.completion_ids, episode.sampled):
         if not parts or parts[-1][1] != by_policy:
             parts.append(([], by_policy))
@@ -102,7 +105,9 @@ def written(player, episode):
 
 def scores(player, episodes):
     """Scores of each reward of the environments."""
-    batch = ScoringBatch([None] * len(episodes), [], [x.completion_ids for x in episodes], episodes=episodes)
+    batch = ScoringBatch(
+        [None] * len(episodes), [], [x.completion_ids for x in episodes], episodes=episodes
+    )
     return {reward.name: reward.score(batch).result(10) for reward in player.environments.rewards}
 
 
@@ -111,16 +116,24 @@ def scores(player, episodes):
 
 @pytest.mark.parametrize("bootstraps", [False, True])
 def test_completion_is_an_episode_of_one_turn(bootstraps):
-    encode, texts = byte_tokenizer(), ("alpha", "beta")
+    encode = byte_tokenizer()
+    texts = ("alpha", "beta")
     script = Script(encode, {"alpha": ["x"], "beta": ["y" * 2000]})
     rows = [{"prompt": text, PROMPT_IDS: encode(text)["input_ids"], "target": 3} for text in texts]
     ended, cut = episodes = Player(script, encode, bootstraps).play(rows, [0, 0])
     assert (ended.ending, ended.bootstraps) == ("stopped", False)
     assert (cut.ending, cut.bootstraps) == ("cut", bootstraps)
     for episode, row in zip(episodes, rows):
-        assert episode.prompt == row["prompt"] and episode.ids == row[PROMPT_IDS] + episode.completion_ids
-        assert episode.starts == [0] and {*episode.sampled} == {1} and episode.columns == {"target": 3}
-        assert not (episode.following or episode.messages or episode.logprobs or episode.environment)
+        assert (
+            episode.prompt == row["prompt"]
+            and episode.ids == row[PROMPT_IDS] + episode.completion_ids
+        )
+        assert (
+            episode.starts == [0] and {*episode.sampled} == {1} and episode.columns == {"target": 3}
+        )
+        assert not (
+            episode.following or episode.messages or episode.logprobs or episode.environment
+        )
     assert ended.completion == "x" and to_sequences(episodes, 0, "cpu").sampled is None
     cut.add([5], sampled=False), cut.add([6, 7], sampled=True, logprobs=[-1.0, -2.0, -3.0])
     assert to_sequences(episodes, 0, "cpu").sampled[1, -4:].tolist() == [1, 0, 2, 2]
@@ -135,7 +148,10 @@ def test_tools_answer_until_the_policy_calls_none():
     turns = {"alpha": [call("add", a=1, b=2), call("add", a=3, b=4), "seven"], "beta": ["nothing"]}
     player = player_of(turns, rows, tools=[add])
     one, two = played(player, rows)
-    assert player.generator.calls[0][0] == 2 and [n for n, _ in player.generator.calls[1:]] == [1, 1]
+    assert player.generator.calls[0][0] == 2 and [n for n, _ in player.generator.calls[1:]] == [
+        1,
+        1,
+    ]
     assert '"name": "add"' in player.chat.tokenizer.decode(one.prompt_ids)
     response = "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert written(player, one) == [
@@ -145,7 +161,13 @@ def test_tools_answer_until_the_policy_calls_none():
         (response.format(7), 0),
         ("seven<|im_end|>", 1),
     ]
-    assert [message["role"] for message in one.messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in one.messages] == [
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert one.messages[1] == {"role": "tool", "name": "add", "content": "3"}
     assert one.failed_calls == [False, False] and (one.turns, two.turns) == (3, 1)
     assert one.ending == two.ending == "stopped"
@@ -160,19 +182,29 @@ def test_tools_of_all_episodes_and_of_a_turn_run_together():
     def sleep(function):
         return asyncio.run(slowly(function))
 
-    for tool, seconds in ((slowly, 0.3), (sleep, 0.6)):  # synchronous ones of a turn may depend on one another
+    # synchronous ones of a turn may depend on one another
+    for tool, seconds in ((slowly, 0.3), (sleep, 0.6)):
         start = time.perf_counter()
         episodes = played(player_of({"": [calls, "x"]}, rows, tools=[tool]), rows)
         assert time.perf_counter() - start < seconds + 0.25
-        assert [m["content"] for m in episodes[0].messages if m["role"] == "tool"] == ["waited 1", "waited 2"]
+        assert [m["content"] for m in episodes[0].messages if m["role"] == "tool"] == [
+            "waited 1",
+            "waited 2",
+        ]
 
 
 def test_iterations_are_limited():
     rows = rows_of("alpha")
     for limit, turns in ((0, 1), (2, 3)):
-        player = player_of({"alpha": [call("add", a=1, b=1)]}, rows, tools=[add], max_tool_calling_iterations=limit)
+        player = player_of(
+            {"alpha": [call("add", a=1, b=1)]}, rows, tools=[add], max_tool_calling_iterations=limit
+        )
         [episode] = played(player, rows)
-        assert episode.turns == turns and len(episode.failed_calls) == limit and episode.ending == "stopped"
+        assert (
+            episode.turns == turns
+            and len(episode.failed_calls) == limit
+            and episode.ending == "stopped"
+        )
         assert episode.messages[-1]["role"] == "assistant"
 
 
@@ -189,7 +221,10 @@ def test_turns_share_the_completion_length():
 
 def test_each_episode_samples_within_its_own_room():
     rows = rows_of("alpha", "beta")
-    turns = {"alpha": ["x" * 100 + call("add", a=1, b=1), "x"], "beta": [call("add", a=1, b=1), "y"]}
+    turns = {
+        "alpha": ["x" * 100 + call("add", a=1, b=1), "x"],
+        "beta": [call("add", a=1, b=1), "y"],
+    }
     player = player_of(turns, rows, tools=[add], max_completion_length=500)
     episodes = played(player, rows)
     last = [episode.sampled[::-1].index(0) for episode in episodes]  # tokens of the last turn
@@ -208,7 +243,12 @@ def test_answer_that_does_not_fit_is_rolled_back():
     start = time.perf_counter()
     [episode] = played(player, rows)
     assert time.perf_counter() - start < 1
-    assert all(episode.sampled) and len(episode.messages) == 1 and episode.ending == "cut" and episode.turns == 1
+    assert (
+        all(episode.sampled)
+        and len(episode.messages) == 1
+        and episode.ending == "cut"
+        and episode.turns == 1
+    )
 
 
 def test_reward_of_a_tool_enters_at_the_turn_that_called_it():
@@ -223,13 +263,31 @@ def test_reward_of_a_tool_enters_at_the_turn_that_called_it():
         """
         return StepResult(f"moved {move}", reward=move / 2, done=move == 3)
 
-    turns = {"alpha": [call("play", move=1), call("play", move=1) + "\n" + call("play", move=2), call("play", move=3)]}
+    turns = {
+        "alpha": [
+            call("play", move=1),
+            call("play", move=1) + "\n" + call("play", move=2),
+            call("play", move=3),
+        ]
+    }
     player = player_of(turns, rows, tools=[play])
     [episode] = played(player, rows)
-    ends = [place for place, token in enumerate(episode.completion_ids) if token == 2 and episode.sampled[place]]
-    assert episode.rewards == [*zip(ends, [0.5, 1.5, 1.5])] and episode.turns == 3 and episode.ending == "stopped"
+    ends = [
+        place
+        for place, token in enumerate(episode.completion_ids)
+        if token == 2 and episode.sampled[place]
+    ]
+    assert (
+        episode.rewards == [*zip(ends, [0.5, 1.5, 1.5])]
+        and episode.turns == 3
+        and episode.ending == "stopped"
+    )
     assert scores(player, [episode]) == {"tools": [episode.rewards]}
-    assert [m["content"] for m in episode.messages if m["role"] == "tool"] == ["moved 1", "moved 1", "moved 2"]
+    assert [m["content"] for m in episode.messages if m["role"] == "tool"] == [
+        "moved 1",
+        "moved 1",
+        "moved 2",
+    ]
 
 
 # ---- environments with TRL's interface ----
@@ -245,10 +303,17 @@ def test_environment_is_reset_with_the_row_and_gives_the_reward():
         episodes = played(player, rows)
         ends = [len(x.completion_ids) - 1 for x in episodes]
         assert scores(player, episodes) == {"Counter": [[(ends[0], 2)], [(ends[1], 7)]]}
-        assert [episode.prompt[-1]["content"] for episode in episodes] == ["alpha from 4", "beta from 5"]
+        assert [episode.prompt[-1]["content"] for episode in episodes] == [
+            "alpha from 4",
+            "beta from 5",
+        ]
         assert "beta from 5" in player.chat.tokenizer.decode(episodes[1].prompt_ids)
-    assert Counter.made == 3  # one per episode of a batch, then reset, and one that waits for training
-    assert episodes[0].environment.resets[-1] == {"prompt": [{"role": "user", "content": "alpha"}], "start": 4}
+    # one per episode of a batch, then reset, and one that waits for training
+    assert Counter.made == 3
+    assert episodes[0].environment.resets[-1] == {
+        "prompt": [{"role": "user", "content": "alpha"}],
+        "start": 4,
+    }
     assert rows[0]["prompt"] == [{"role": "user", "content": "alpha"}]
 
 
@@ -265,16 +330,23 @@ def test_row_chooses_its_environment():
     turns = {"alpha": [call("decrement"), "x"], "beta": [call("decrement"), "x"]}
     player = player_of(turns, rows, factory={"a": Counter, "b": Other})
     one, two = played(player, rows)
-    assert "Tool decrement not found" in one.messages[1]["content"] and two.messages[1]["content"] == "-1"
+    assert (
+        "Tool decrement not found" in one.messages[1]["content"]
+        and two.messages[1]["content"] == "-1"
+    )
     assert scores(player, [one, two])["Other"] == [None, [(len(two.completion_ids) - 1, -1.0)]]
     decode = player.chat.tokenizer.decode
     assert "decrement" in decode(two.prompt_ids) and "environment" not in two.environment.resets[0]
     assert "decrement" not in decode(one.prompt_ids).split("alpha from")[0]
     for wrong in (
         lambda: played(player, [rows[0] | {"environment": "c"}]),
-        lambda: player.environments.checked(Dataset.from_list([*rows, rows[0] | {"environment": "c"}])),
+        lambda: player.environments.checked(
+            Dataset.from_list([*rows, rows[0] | {"environment": "c"}])
+        ),
     ):
-        with pytest.raises(PromptError, match="has 'c', which is not among the environments 'a', 'b'"):
+        with pytest.raises(
+            PromptError, match="has 'c', which is not among the environments 'a', 'b'"
+        ):
             wrong()
 
 
@@ -295,7 +367,15 @@ def test_plain_environment_steps_and_rewards_every_turn():
     [episode] = played(player, rows, [11])
     assert [reward for _, reward in episode.rewards] == [1, 0, 1, 1]
     assert episode.turns == 4 and episode.ending == "stopped"
-    assert [m["content"] for m in episode.messages] == ["right", "at 1", "left", "at 1", "right", "at 2", "right"]
+    assert [m["content"] for m in episode.messages] == [
+        "right",
+        "at 1",
+        "left",
+        "at 1",
+        "right",
+        "at 2",
+        "right",
+    ]
     assert episode.prompt[-1]["content"] == "alpha at 0" and episode.environment.seed == 11
     assert episode.sampled[-1] == 4 and episode.rewards[-1][0] == len(episode.completion_ids) - 1
 
@@ -351,7 +431,8 @@ class Wrapped:
 
 def test_environment_of_gem_is_played_under_its_own_name():
     rows = rows_of("alpha", "beta")
-    turns, factories = {"alpha": ["5", "11"], "beta": ["12"]}, (Gem, lambda: Wrapped(Wrapped(Gem())))
+    turns = {"alpha": ["5", "11"], "beta": ["12"]}
+    factories = (Gem, lambda: Wrapped(Wrapped(Gem())))
     for factory in factories:
         player = player_of(turns, rows, factory=factory)
         one, two = episodes = played(player, rows, [11, 12])
@@ -363,7 +444,9 @@ def test_environment_of_gem_is_played_under_its_own_name():
 @pytest.mark.parametrize(("limit", "turns"), [(2, 2), (1, 1), (0, 1)])
 def test_limit_of_iterations_truncates_a_plain_episode_after_its_step(limit, turns):
     rows = rows_of("alpha")
-    player = player_of({"alpha": ["right", "left"]}, rows, factory=Walk, max_tool_calling_iterations=limit)
+    player = player_of(
+        {"alpha": ["right", "left"]}, rows, factory=Walk, max_tool_calling_iterations=limit
+    )
     [episode] = played(player, rows)
     assert len(episode.rewards) == episode.turns == turns and episode.ending == "cut"
 
@@ -381,7 +464,9 @@ def test_answers_that_do_not_fit_are_counted(text):
             return (text if said == "all" else "new"), 0.0, False
 
     rows = rows_of("alpha", "beta")
-    player = player_of({"alpha": ["all"], "beta": ["new"]}, rows, factory=History, max_tool_calling_iterations=3)
+    player = player_of(
+        {"alpha": ["all"], "beta": ["new"]}, rows, factory=History, max_tool_calling_iterations=3
+    )
     assert [(x.turns, x.is_overlong) for x in played(player, rows)] == [(1, True), (3, False)]
 
 
@@ -421,8 +506,11 @@ def test_end_that_is_text_fails_its_tool():
 
 
 def test_environment_that_all_episodes_share_is_refused():
-    rows, shared = rows_of("alpha", "beta"), Walk()
-    with pytest.raises(ValueError, match="`environment_factory` must return a new environment at each call"):
+    rows = rows_of("alpha", "beta")
+    shared = Walk()
+    with pytest.raises(
+        ValueError, match="`environment_factory` must return a new environment at each call"
+    ):
         played(player_of({}, rows, factory=lambda: shared), rows)
 
 
@@ -430,8 +518,11 @@ def test_environments_of_several_classes_are_refused():
     class Other(Walk):
         """Another one, whose rewards would not count."""
 
-    rows, made = rows_of("alpha", "beta"), iter([Walk(), Other()])
-    with pytest.raises(TypeError, match="instances of one class, got `Other` after `Walk`; use a dictionary"):
+    rows = rows_of("alpha", "beta")
+    made = iter([Walk(), Other()])
+    with pytest.raises(
+        TypeError, match="instances of one class, got `Other` after `Walk`; use a dictionary"
+    ):
         played(player_of({}, rows, factory=lambda: next(made)), rows)
 
 
@@ -468,9 +559,24 @@ def increment(step: int) -> str:
 @pytest.mark.parametrize(
     ("tools", "factory", "error", "message"),
     [
-        ([counting], None, TypeError, "A tool must return its result, got the generator `counting`"),
-        ([streaming], None, TypeError, "A tool must return its result, got the generator `streaming`"),
-        ([increment], Counter, ValueError, "Tools must have distinct names, got two of the name `increment`"),
+        (
+            [counting],
+            None,
+            TypeError,
+            "A tool must return its result, got the generator `counting`",
+        ),
+        (
+            [streaming],
+            None,
+            TypeError,
+            "A tool must return its result, got the generator `streaming`",
+        ),
+        (
+            [increment],
+            Counter,
+            ValueError,
+            "Tools must have distinct names, got two of the name `increment`",
+        ),
         ([add, wraps(add)(lambda a, b: a)], None, ValueError, "two of the name `add`"),
     ],
 )
@@ -522,9 +628,13 @@ def test_step_that_cannot_be_cancelled_hangs_nothing(stuck):
     rows = rows_of("alpha", "beta", environment=["stuck", "awaited"])
     turns = {"alpha": ["x"], "beta": ["right"] * 3}
     factories = {"stuck": stuck, "awaited": Awaited}
-    player, start = player_of(turns, rows, factory=factories, environment_timeout=0.2), time.perf_counter()
+    player = player_of(turns, rows, factory=factories, environment_timeout=0.2)
+    start = time.perf_counter()
     first, _ = played(player, rows)
-    assert str(first.error) == "no result within environment_timeout=0.2 s" and time.perf_counter() - start < 2
+    assert (
+        str(first.error) == "no result within environment_timeout=0.2 s"
+        and time.perf_counter() - start < 2
+    )
     [later] = played(player, rows[1:])
     assert later.error is None and later.turns == 3
     free.set()
@@ -544,7 +654,10 @@ def test_reward_that_is_cancelled_fails_its_episode_only(is_async, timeout):
             return super().get_reward()
 
     rows = rows_of("alpha", "beta", start=[0, 1])
-    factory = CancelledLater if is_async else Cancelled
+    if is_async:
+        factory = CancelledLater
+    else:
+        factory = Cancelled
     player = player_of({"": ["x"]}, rows, factory=factory, environment_timeout=timeout)
     episodes = played(player, rows)
     [[good, bad]] = scores(player, episodes).values()
@@ -558,7 +671,9 @@ def test_timeout_of_the_users_own_code_keeps_its_name():
 
     rows = rows_of("alpha")
     for timeout in (None, 5.0):
-        [episode] = played(player_of({"": ["x"]}, rows, factory=Late, environment_timeout=timeout), rows)
+        [episode] = played(
+            player_of({"": ["x"]}, rows, factory=Late, environment_timeout=timeout), rows
+        )
         assert str(episode.error) == "the database is slow"
 
 
@@ -569,15 +684,20 @@ def test_instances_that_failed_are_not_used_again():
 
     rows = rows_of("alpha", "beta")
     player = player_of({"alpha": ["fail"], "beta": [""]}, rows, factory=Fragile)
-    episodes, again = played(player, rows), played(player, rows)
+    episodes = played(player, rows)
+    again = played(player, rows)
     assert not {x.environment for x in episodes if x.error} & {x.environment for x in again}
 
 
 @pytest.mark.parametrize("argument", ["[" * 2000, "1" * 5000])
 def test_call_that_no_parser_reads_is_text(argument):
     rows = rows_of("alpha")
-    turn = f'<tool_call>\n{{"name": "slowly", "arguments": {{"function": {argument}}}}}\n</tool_call>'
-    [episode] = played(player_of({"alpha": [turn]}, rows, tools=[slowly], max_completion_length=9000), rows)
+    turn = (
+        f'<tool_call>\n{{"name": "slowly", "arguments": {{"function": {argument}}}}}\n</tool_call>'
+    )
+    [episode] = played(
+        player_of({"alpha": [turn]}, rows, tools=[slowly], max_completion_length=9000), rows
+    )
     assert episode.messages == [{"role": "assistant", "content": turn}] and not episode.failed_calls
 
 
@@ -590,7 +710,8 @@ def test_random_numbers_of_environments_are_their_own():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    player, first = player_of({"alpha": ["x"]}, rows, factory=Dice), torch.rand(())
+    player = player_of({"alpha": ["x"]}, rows, factory=Dice)
+    first = torch.rand(())
     rewards = [played(player, rows, [seed])[0].rewards for seed in (1, 1, 2)]
     assert torch.equal(torch.stack([first, torch.rand(())]), expected)
     assert rewards[0] == rewards[1] != rewards[2]
@@ -608,7 +729,9 @@ def test_rewards_in_threads_do_not_share_their_random_numbers():
     episodes = played(player, rows)
     with guarded(1, CPU):
         [entries] = scores(player, episodes).values()
-    assert [entry[-1][1] for entry in entries] == [random.Random(start).random() for start in range(6)]
+    assert [entry[-1][1] for entry in entries] == [
+        random.Random(start).random() for start in range(6)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -624,7 +747,9 @@ def test_arguments_that_no_episode_could_follow_are_refused(arguments, error, me
 
 
 def test_several_environments_need_a_dataset():
-    with pytest.raises(ValueError, match="A dictionary as `environment_factory` requires a `train_dataset`"):
+    with pytest.raises(
+        ValueError, match="A dictionary as `environment_factory` requires a `train_dataset`"
+    ):
         player_of({}, None, factory={"a": Counter, "b": Walk})
 
 
@@ -645,22 +770,30 @@ class Limited:
 
 @pytest.mark.parametrize("bootstraps", [False, True])
 def test_states_after_limits_hold_what_the_policy_would_read(bootstraps):
-    rows, options = rows_of("alpha", "beta"), CriticOptions(bootstrap_truncated=bootstraps)
+    rows = rows_of("alpha", "beta")
+    options = CriticOptions(bootstrap_truncated=bootstraps)
     settings = {"factory": Limited, "critic_options": options}
     player = player_of({"alpha": ["go"], "beta": ["go", "stop"]}, rows, **settings)
     limited, ended = played(player, rows)
-    decode, following = player.chat.tokenizer.decode, "\n<|im_start|>user\nat 2<|im_end|>\n<|im_start|>assistant\n"
+    decode = player.chat.tokenizer.decode
+    following = "\n<|im_start|>user\nat 2<|im_end|>\n<|im_start|>assistant\n"
     assert decode(limited.following) == following and limited.ending == "cut" and limited.bootstraps
     assert ended.ending == "stopped" and not ended.bootstraps and not ended.following
     assert limited.sampled[-1] == limited.turns and following not in decode(limited.completion_ids)
 
     room = len(limited.completion_ids) + 1  # too little for the answer
-    [cut] = played(player_of({"alpha": ["go"]}, rows[:1], max_completion_length=room, **settings), rows[:1])
+    [cut] = played(
+        player_of({"alpha": ["go"]}, rows[:1], max_completion_length=room, **settings), rows[:1]
+    )
     assert cut.bootstraps and cut.following == []
     # limits of the run
     for limit in ({"max_tool_calling_iterations": 1}, {"max_completion_length": 3}):
         [cut] = played(player_of({"alpha": ["go"]}, rows[:1], **limit | settings), rows[:1])
-        assert cut.turns == 1 and cut.ending == "cut" and cut.bootstraps == bootstraps >= bool(cut.following)
+        assert (
+            cut.turns == 1
+            and cut.ending == "cut"
+            and cut.bootstraps == bootstraps >= bool(cut.following)
+        )
         assert not cut.following or decode(cut.following) == following.replace("2", "1")
 
 
@@ -668,8 +801,14 @@ def test_turn_that_calls_no_tool_is_cut_by_the_length_only():
     rows = rows_of("alpha")
     settings = {"tools": [add], "critic_options": CriticOptions(bootstrap_truncated=True)}
     for length, ending in ((100, "stopped"), (20, "cut")):
-        [episode] = played(player_of({"alpha": ["x" * 50]}, rows, max_completion_length=length, **settings), rows)
-        assert episode.ending == ending and episode.bootstraps == (ending == "cut") and not episode.following
+        [episode] = played(
+            player_of({"alpha": ["x" * 50]}, rows, max_completion_length=length, **settings), rows
+        )
+        assert (
+            episode.ending == ending
+            and episode.bootstraps == (ending == "cut")
+            and not episode.following
+        )
 
 
 # ---- rollout functions ----
@@ -682,7 +821,8 @@ def test_ranks_that_share_a_prompt_sample_with_other_noise():
     drawn = []
     for rank in (0, 1, 1):
         args = SimpleNamespace(process_index=rank, device=CPU, max_completion_length=8)
-        generator, built = Script(byte_tokenizer(), {}), byte_tokenizer()
+        generator = Script(byte_tokenizer(), {})
+        built = byte_tokenizer()
         player = FunctionPlayer(sampling, SimpleNamespace(args=args), 100, generator, built)
         [episode] = player.play([{"prompt": "q", PROMPT_IDS: [5]}], [7])
         drawn.append(episode.completion_ids)
@@ -702,11 +842,14 @@ class Dice:
 
 def test_noise_of_an_environment_is_of_its_row_and_rank():
     def rolls(rank, first):
-        rows, turns = rows_of("Q1", "Q2"), {"Q1": [first, "on", "stop"], "Q2": ["on", "on", "stop"]}
+        rows = rows_of("Q1", "Q2")
+        turns = {"Q1": [first, "on", "stop"], "Q2": ["on", "on", "stop"]}
         episodes = played(player_of(turns, rows, factory=Dice, process_index=rank), rows)
         return [episode.environment.rolls for episode in episodes]
 
-    one, other_rank, shorter = rolls(0, "on"), rolls(1, "on"), rolls(0, "stop")
+    one = rolls(0, "on")
+    other_rank = rolls(1, "on")
+    shorter = rolls(0, "stop")
     assert len({roll for episode in [*one, *other_rank] for roll in episode}) == 12
     assert shorter[1] == one[1] and len(shorter[0]) == 1
 
@@ -719,14 +862,20 @@ class Secret(Counter):
 
     def hidden_state(self):
         secret = self.resets[-1]["secret"]
-        return 7 if secret == "a number" else secret
+        if secret == "a number":
+            return 7
+        return secret
 
 
 def test_hidden_state_begins_the_prompt_of_critic_or_reference_only():
     rows = rows_of("alpha", "beta", "gamma", secret=["seven", "z" * 10_000, "a number"])
     decode = player_of({}, rows, factory=Secret).chat.tokenizer.decode
     teaches = {"reference_prompt": "hidden_state"}
-    for roles, settings in {("critic",): {"critic": "adapter"}, (): {}, ("reference",): teaches}.items():
+    for roles, settings in {
+        ("critic",): {"critic": "adapter"},
+        (): {},
+        ("reference",): teaches,
+    }.items():
         player = player_of({"": ["x"]}, rows, factory=Secret, **settings)
         player.context_limit = 1000
         one, long, number = played(player, rows)
@@ -775,7 +924,8 @@ def test_what_an_environment_writes_takes_no_role(environment):
     rows = rows_of("alpha", "beta", secret=[attack, "fine"])
     settings = {"factory": environment, "critic": "adapter", "max_tool_calling_iterations": 2}
     player = player_of({"": [call("read"), "done"]}, rows, **settings)
-    texts, specials = [], []
+    texts = []
+    specials = []
     for episode in played(player, rows):
         assert episode.error is None and episode.turns == 2
         ids = [*episode.other_prompts["critic"], *episode.completion_ids]

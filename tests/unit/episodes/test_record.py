@@ -113,7 +113,8 @@ def test_other_transcript_is_asked_anew(tmp_path):
 
 
 def test_environment_runs_recorded_turns_again_for_its_state(tmp_path):
-    turns, rows = {"Q": [call("roll", key=f"{n}") for n in range(3)] + ["done"]}, rows_of("Q")
+    turns = {"Q": [call("roll", key=f"{n}") for n in range(3)] + ["done"]}
+    rows = rows_of("Q")
     with pytest.raises(Killed):
         dies(recording(tmp_path, turns, rows, factory=Dice), 2).play(rows, [0], 0)
     player = recording(tmp_path, turns, rows, factory=Dice)
@@ -130,18 +131,28 @@ def rewards_of(player, rows):
 
 
 def test_recorded_rewards_are_not_asked_again(tmp_path):
-    turns, rows = {"Q": [call("roll", key="0"), "done"]}, rows_of("Q")
+    turns = {"Q": [call("roll", key="0"), "done"]}
+    rows = rows_of("Q")
     asked.clear()
-    first, again = (rewards_of(recording(tmp_path, turns, rows, factory=Dice), rows) for _ in range(2))
+    first, again = (
+        rewards_of(recording(tmp_path, turns, rows, factory=Dice), rows) for _ in range(2)
+    )
     assert first == again and asked == ["reward"]
 
 
 def test_errors_are_recorded_until_they_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(Dice, "fails", True)
-    turns, rows = {"Q": [call("roll", key="0"), "done"]}, rows_of("Q")
+    turns = {"Q": [call("roll", key="0"), "done"]}
+    rows = rows_of("Q")
     asked.clear()
-    first, again = (rewards_of(recording(tmp_path, turns, rows, factory=Dice), rows) for _ in range(2))
-    assert isinstance(again, RewardError) and str(first) == str(again) and "OSError: connection lost" in str(again)
+    first, again = (
+        rewards_of(recording(tmp_path, turns, rows, factory=Dice), rows) for _ in range(2)
+    )
+    assert (
+        isinstance(again, RewardError)
+        and str(first) == str(again)
+        and "OSError: connection lost" in str(again)
+    )
     assert asked == ["reward"]
     void_errors(str(tmp_path), rank=0)
     monkeypatch.setattr(Dice, "fails", False)
@@ -162,7 +173,9 @@ def test_timeout_of_a_turn_is_recorded(tmp_path):
     rows = rows_of("Q")
     for _ in range(2):
         player = recording(tmp_path, {"Q": ["x"]}, rows, factory=Slow, environment_timeout=0.02)
-        assert str(player.play(rows, [0], 0)[0].error) == "no result within environment_timeout=0.02 s"
+        assert (
+            str(player.play(rows, [0], 0)[0].error) == "no result within environment_timeout=0.02 s"
+        )
     assert Slow.played == 1
 
 
@@ -171,7 +184,8 @@ def test_line_that_a_kill_cut_is_asked_again(tmp_path):
     recording(tmp_path, TURNS, rows, [draw]).play(rows, [0], 0)
     path = tmp_path / ANSWERS / "0-0.jsonl"
     complete = path.read_text()
-    path.write_text(complete[: complete.index("turn") + 30])  # the first call of a tool is there, its turn is cut
+    # the first call of a tool is there, its turn is cut
+    path.write_text(complete[: complete.index("turn") + 30])
     asked.clear()
     for _ in range(2):
         recording(tmp_path, TURNS, rows, [draw]).play(rows, [0], 0)
@@ -217,7 +231,9 @@ class Leaking:
         Args:
             key: Of the question.
         """
-        raise ConnectionError(f"{key}: cannot connect to postgresql://admin:hunter2@db/x, password=hunter2")
+        raise ConnectionError(
+            f"{key}: cannot connect to postgresql://admin:hunter2@db/x, password=hunter2"
+        )
 
     def get_reward(self):
         raise ConnectionError("no reward from db; api_key: hunter2")
@@ -230,7 +246,9 @@ def test_errors_of_tools_and_environments_reach_nobody_with_a_secret(tmp_path):
     batch = ScoringBatch(["Q"], [""], [episode.completion_ids], episodes=[episode])
     failures = player.environments.rewards[0].score(batch).result(10)
     assert "a: cannot connect to postgresql://***@db/x" in episode.messages[1]["content"]
-    assert "no reward from db" in str(failures) and "hunter2" not in f"{episode.messages} {failures}"
+    assert (
+        "no reward from db" in str(failures) and "hunter2" not in f"{episode.messages} {failures}"
+    )
     assert "hunter2" not in player.tokenizer.decode(episode.ids)
     recorded = "".join(path.read_text() for path in (tmp_path / ANSWERS).iterdir())
     assert "cannot connect" in recorded and "no reward" in recorded and "hunter2" not in recorded
@@ -254,7 +272,8 @@ def test_answers_to_a_run_of_other_settings_are_asked_anew(tmp_path):
     assert asked and other[0].messages != first[0].messages
     asked.clear()
     assert playing(tmp_path, "a stranger's")[0].messages == other[0].messages and not asked
-    assert playing(tmp_path, "this run")[0].messages == first[0].messages and not asked  # both are there
+    # both are there
+    assert playing(tmp_path, "this run")[0].messages == first[0].messages and not asked
 
 
 def test_answers_without_a_run_are_those_of_no_run(tmp_path):
@@ -265,7 +284,9 @@ def test_answers_without_a_run_are_those_of_no_run(tmp_path):
     assert asked
 
 
-@pytest.mark.parametrize("name", ["notes-0.jsonl", "-0.jsonl", "1.5-0.jsonl", "copy of 2-0.jsonl", "3-1-0.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["notes-0.jsonl", "-0.jsonl", "1.5-0.jsonl", "copy of 2-0.jsonl", "3-1-0.jsonl"]
+)
 def test_files_of_others_beside_answers_stay(tmp_path, name):
     playing(tmp_path, "this run")
     (tmp_path / ANSWERS / name).write_text("mine")

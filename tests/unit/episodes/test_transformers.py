@@ -63,8 +63,15 @@ def greedily(trainer, **settings):
 def sliding():
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1, "pad_token_id": None}
-    return MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=3, max_position_embeddings=64)).eval()
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.1,
+        "pad_token_id": None,
+    }
+    return MistralForCausalLM(
+        MistralConfig(**sizes, **heads, sliding_window=3, max_position_embeddings=64)
+    ).eval()
 
 
 CACHES = {
@@ -103,7 +110,9 @@ def renamed(trunk, name):
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "renamed_again"])
-def test_rows_leave_under_either_name_of_the_cache_and_a_new_one_is_said(build, name, caplog, monkeypatch):
+def test_rows_leave_under_either_name_of_the_cache_and_a_new_one_is_said(
+    build, name, caplog, monkeypatch
+):
     """Names of another package change: a faster way that is not taken says so."""
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     logging.get_logger("trl_ppo_ext.episodes.transformers").warning_once.__func__.cache_clear()
@@ -119,8 +128,10 @@ def test_rows_leave_under_either_name_of_the_cache_and_a_new_one_is_said(build, 
 @pytest.mark.parametrize("case", ["dynamic cache", "sliding window"])
 def test_each_row_samples_within_its_own_room(build, case):
     generator = greedily(build(CACHES[case][0]()))
-    generator.stop_token_ids, generator.config.eos_token_id = frozenset(), None
-    completions, rooms = generator.generate(UNEVEN), [1 + place % 4 for place in range(len(UNEVEN))]
+    generator.stop_token_ids = frozenset()
+    generator.config.eos_token_id = None
+    completions = generator.generate(UNEVEN)
+    rooms = [1 + place % 4 for place in range(len(UNEVEN))]
     short = generator.generate(UNEVEN, rooms)
     assert [len(ids) for ids in completions] == [generator.config.max_new_tokens] * len(UNEVEN)
     assert short == [ids[:room] for ids, room in zip(completions, rooms)]
@@ -128,12 +139,17 @@ def test_each_row_samples_within_its_own_room(build, case):
 
 def test_cache_is_allocated_once_and_samples_as_that_of_transformers(build, monkeypatch):
     """No allocator reserves more than all bytes that are ever allocated."""
-    allocated, caches, update = [], [], Cache.update
+    allocated = []
+    caches = []
+    update = Cache.update
 
     class Allocations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result, given = func(*args, **kwargs or {}), {id(x.untyped_storage()) for x in tensors((args, kwargs))}
-            allocated.extend(x.untyped_storage() for x in tensors(result) if id(x.untyped_storage()) not in given)
+            result = func(*args, **kwargs or {})
+            given = {id(x.untyped_storage()) for x in tensors((args, kwargs))}
+            allocated.extend(
+                x.untyped_storage() for x in tensors(result) if id(x.untyped_storage()) not in given
+            )
             return result
 
     def tensors(tree):
@@ -146,7 +162,9 @@ def test_cache_is_allocated_once_and_samples_as_that_of_transformers(build, monk
 
     monkeypatch.setattr(Cache, "update", counted)
     trainer = build(max_completion_length=40, generation_kwargs={"min_new_tokens": 40})
-    generator, sampled, ratios = trainer.roles.player.generator, [], []
+    generator = trainer.roles.player.generator
+    sampled = []
+    ratios = []
     for generator.reuses in (False, True):
         torch.manual_seed(0)
         allocated.clear()
@@ -159,30 +177,48 @@ def test_cache_is_allocated_once_and_samples_as_that_of_transformers(build, monk
 
 # ---- rows that end before others ----
 
-LENGTHS = torch.empty(31).log_normal_(2.5, 0.8, generator=torch.Generator().manual_seed(0)).clamp(3, 50).long()
+LENGTHS = (
+    torch.empty(31)
+    .log_normal_(2.5, 0.8, generator=torch.Generator().manual_seed(0))
+    .clamp(3, 50)
+    .long()
+)
 
 
 def ends(completions, scores):
     """End completions at lengths that their first tokens determine."""
     lengths = LENGTHS[completions[:, :3].sum(1) % 31]
-    return (completions.shape[1] >= lengths) if completions.shape[1] > 2 else torch.zeros_like(lengths).bool()
+    if completions.shape[1] > 2:
+        return completions.shape[1] >= lengths
+    return torch.zeros_like(lengths).bool()
+
+
+def anew(generator):
+    """Function that samples a turn without a cache of the last one."""
+    return lambda prompts, rooms, rows: generator.generate(prompts, rooms)
 
 
 @pytest.mark.parametrize("in_turns", [False, True])
 def test_rows_that_ended_leave_and_greedy_completions_stay(build, in_turns):
-    trainer, steps = build(llama(max_position_embeddings=256), max_completion_length=50), []
-    generator, prompts = greedily(trainer), torch.randint(4, 32, (64, 7)).tolist()
+    trainer = build(llama(max_position_embeddings=256), max_completion_length=50)
+    steps = []
+    generator = greedily(trainer)
+    prompts = torch.randint(4, 32, (64, 7)).tolist()
     generator.stop_strings = ends
     trainer.actor_critic.trunk.register_forward_pre_hook(
         lambda _, args, kwargs: steps.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    completions, ratios, answered = [], [], [*range(0, 64, 3)][::-1]
+    completions = []
+    ratios = []
+    answered = [*range(0, 64, 3)][::-1]
     for generator.leaving in (1, LEAVING):
-        turns = generator.conversation() if in_turns else lambda prompts, rooms, rows: generator.generate(prompts)
+        turns = generator.conversation() if in_turns else anew(generator)
         steps.clear()
         first = turns(prompts, [50] * 64, [*range(64)])
         ratios.append(sum(steps) / sum(map(len, first)))
-        second = turns([prompts[row] + first[row] + [5] * (row % 4) for row in answered], [50] * 22, answered)
+        second = turns(
+            [prompts[row] + first[row] + [5] * (row % 4) for row in answered], [50] * 22, answered
+        )
         completions.append((first, second))
     assert completions[0] == completions[1] and len({len(ids) for ids in completions[0][0]}) > 10
     assert ratios[0] > 2 and ratios[1] < 1.35
@@ -190,19 +226,31 @@ def test_rows_that_ended_leave_and_greedy_completions_stay(build, in_turns):
 
 @pytest.mark.parametrize("in_turns", [False, True])
 def test_logprobs_of_sampled_tokens_follow_their_rows(build, in_turns):
-    """Through rows that leave, turns with a cache, stop tokens and rooms; before filters, at the temperature."""
-    settings = {"max_completion_length": 50, "temperature": 0.7, "top_k": 9, "stop_token_ids": [6, 7]}
+    """Through rows that leave, turns with a cache, stop tokens and rooms; before filters, at the
+    temperature."""
+    settings = {
+        "max_completion_length": 50,
+        "temperature": 0.7,
+        "top_k": 9,
+        "stop_token_ids": [6, 7],
+    }
     trainer = build(llama(max_position_embeddings=256), **settings)
-    generator, ids = trainer.roles.player.generator, torch.randint(8, 32, (64, 7)).tolist()
-    turns = generator.conversation() if in_turns else lambda ids, rooms, rows: generator.generate(ids, rooms)
-    rows, completions = [*range(64)], [[]] * 64
+    generator = trainer.roles.player.generator
+    ids = torch.randint(8, 32, (64, 7)).tolist()
+    turns = generator.conversation() if in_turns else anew(generator)
+    rows = [*range(64)]
+    completions = [[]] * 64
     for rooms in ([50] * 64, [5 + row % 9 for row in range(22)]):
         ids = [ids[row] + completions[row] + [5] * (row % 4) for row in rows]
         completions = turns(ids, rooms, rows)
-        scored = trainer.actor_critic(Sequences.from_token_ids(ids, completions, 0, "cpu"), 0.7).logprobs
+        scored = trainer.actor_critic(
+            Sequences.from_token_ids(ids, completions, 0, "cpu"), 0.7
+        ).logprobs
         assert [len(x) for x in generator.sampled_logprobs] == [len(x) for x in completions]
         for expected, got in zip(scored, generator.sampled_logprobs):
-            torch.testing.assert_close(torch.tensor(got), expected[: len(got)], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                torch.tensor(got), expected[: len(got)], rtol=1e-4, atol=1e-4
+            )
         rows = [*range(0, 64, 3)][::-1]
 
 
@@ -213,10 +261,14 @@ def test_logprobs_at_another_temperature_are_not_kept(build):
     assert generator.sampled_logprobs is None
 
 
-@pytest.mark.parametrize("settings", [{"generation_kwargs": {"min_new_tokens": 2}}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    "settings", [{"generation_kwargs": {"min_new_tokens": 2}}, {"repetition_penalty": 1.2}]
+)
 def test_rows_that_ended_wait_if_a_batch_must_be_one_call(build, settings):
-    trainer, calls = build(stop_token_ids=[*range(16, 32)], **settings), []
-    generator, sample = trainer.roles.player.generator, trainer.actor_critic.sample
+    trainer = build(stop_token_ids=[*range(16, 32)], **settings)
+    calls = []
+    generator = trainer.roles.player.generator
+    sample = trainer.actor_critic.sample
 
     def counted(*args, **kwargs):
         calls.append(args)
@@ -231,7 +283,9 @@ def test_rows_that_ended_wait_if_a_batch_must_be_one_call(build, settings):
 def test_what_a_config_leaves_open_does_not_come_from_the_model(tmp_path, task_type):
     """Also where PEFT makes an adapter without a task, whose `generate` asks the base."""
     model = llama()
-    model.generation_config.suppress_tokens = [token for token in range(model.config.vocab_size) if token != 7]
+    model.generation_config.suppress_tokens = [
+        token for token in range(model.config.vocab_size) if token != 7
+    ]
     adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task_type)
     given = (model, length_reward, config(tmp_path), prompts())
     trainer = PPOTrainer(*given, processing_class=tokenizer(), peft_config=adapter)
@@ -241,7 +295,9 @@ def test_what_a_config_leaves_open_does_not_come_from_the_model(tmp_path, task_t
 
 def test_a_4bit_base(build, tmp_path):
     llama().save_pretrained(tmp_path / "base")
-    trainer = build(str(tmp_path / "base"), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"))
+    trainer = build(
+        str(tmp_path / "base"), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    )
     expected = [greedily(trainer).generate([row])[0] for row in EVEN]
     assert greedily(trainer).generate(EVEN) == expected
 
@@ -251,9 +307,18 @@ def test_a_4bit_base(build, tmp_path):
     [
         ({"generation_backend": "sglang"}, "must be one of 'transformers', 'vllm'"),
         ({"generation_backend": "vllm", "stop_strings": ["."]}, "`stop_strings` needs"),
-        ({"generation_backend": "vllm", "generation_kwargs": {"seed": 4}}, "holds `seed`, which follows from the run"),
-        ({"generation_backend": "vllm", "vllm_mode": "server", "vllm_enable_sleep_mode": True}, "colocated vLLM"),
-        ({"generation_kwargs": {"page_size": 4}}, "holds `page_size`, an unknown field of `GenerationConfig`"),
+        (
+            {"generation_backend": "vllm", "generation_kwargs": {"seed": 4}},
+            "holds `seed`, which follows from the run",
+        ),
+        (
+            {"generation_backend": "vllm", "vllm_mode": "server", "vllm_enable_sleep_mode": True},
+            "colocated vLLM",
+        ),
+        (
+            {"generation_kwargs": {"page_size": 4}},
+            "holds `page_size`, an unknown field of `GenerationConfig`",
+        ),
     ],
 )
 def test_what_a_backend_cannot_honour_is_refused_by_the_config(tmp_path, settings, message):
@@ -266,7 +331,10 @@ def test_static_cache_agrees_on_a_gpu(build):
     """In float32; a static cache is compiled there."""
     trainer = build(use_cpu=False)
     expected = greedily(trainer).generate(UNEVEN)
-    assert greedily(trainer, generation_kwargs={"cache_implementation": "static"}).generate(UNEVEN) == expected
+    assert (
+        greedily(trainer, generation_kwargs={"cache_implementation": "static"}).generate(UNEVEN)
+        == expected
+    )
 
 
 # ---- the end of a completion ----
@@ -290,11 +358,16 @@ def readable():
 def test_stop_strings_end_a_completion_at_the_token_that_completes_one(build, pad_token):
     strings = ["w1", "w20 w", "w9"]  # also within w10 to w19; two tokens; w9
     trainer = build(processing_class=readable(), stop_strings=strings, pad_token=pad_token)
-    generator, decode = trainer.roles.player.generator, trainer.processing_class.decode
+    generator = trainer.roles.player.generator
+    decode = trainer.processing_class.decode
     prompts = [[6, 7, 25], [5], [9, 25]] * 20  # the prompt's w1 and w20 do not count
     completions = generator.generate(prompts)
     ends = [any(string in decode(ids) for string in strings) for ids in completions]
-    assert 5 < sum(ends) < 60 and generator.has_stopped([5] * 7 + [6]) and not generator.has_stopped([5] * 8)
+    assert (
+        5 < sum(ends) < 60
+        and generator.has_stopped([5] * 7 + [6])
+        and not generator.has_stopped([5] * 8)
+    )
     for ids, end in zip(completions, ends):
         assert not any(string in decode(ids[:-1]) for string in strings) and 1 not in ids[:-1]
         assert generator.has_stopped(ids) == (end or ids[-1] == 1)
@@ -302,14 +375,23 @@ def test_stop_strings_end_a_completion_at_the_token_that_completes_one(build, pa
 
 
 def test_completions_that_a_stop_string_ended_are_not_truncated(build):
-    trainer = build(processing_class=readable(), stop_strings=["w"], missing_eos_penalty=100.0, max_steps=1)
+    trainer = build(
+        processing_class=readable(), stop_strings=["w"], missing_eos_penalty=100.0, max_steps=1
+    )
     trainer.train()
     logs = trainer.state.log_history[0]
-    assert logs["completions/mean_length"] < 8 and logs["completions/clipped_ratio"] == 0 and logs["objective"] > -50
+    assert (
+        logs["completions/mean_length"] < 8
+        and logs["completions/clipped_ratio"] == 0
+        and logs["objective"] > -50
+    )
 
 
 def test_stop_strings_need_a_tokenizer_that_writes_them(build):
-    with pytest.raises(ValueError, match=r"`stop_strings` are not supported by this tokenizer.*use `stop_token_ids`"):
+    with pytest.raises(
+        ValueError,
+        match=r"`stop_strings` are not supported by this tokenizer.*use `stop_token_ids`",
+    ):
         build(stop_strings=["w1"])
 
 

@@ -1,4 +1,5 @@
-"""The client of a vLLM server, against one with recorded answers; tests/with_vllm has the real one."""
+"""The client of a vLLM server, against one with recorded answers; tests/with_vllm has the real
+one."""
 
 import asyncio
 import json
@@ -24,7 +25,8 @@ from trl_ppo_ext.episodes.engine import Request, VLLMError
 from trl_ppo_ext.episodes.vllm_server import VLLMServer
 from trl_ppo_ext.rewards import RewardError
 
-BASE, KEY = "org/base", "tok-0123456789abcdef"
+BASE = "org/base"
+KEY = "tok-0123456789abcdef"
 SETTINGS = {"temperature": 0.7, "stop_token_ids": [1], "logprobs": 0}
 REQUESTS = [Request([4 + row, 5], 1 + row % 3, 100 + row, 6) for row in range(20)]
 
@@ -65,7 +67,12 @@ def test_requests_have_the_sampling_settings_and_seeds(server, loaded):
     by_seed = {body["seed"]: body for body in asked}
     for request, completions in zip(REQUESTS, sampled, strict=True):
         body = by_seed[request.seed]
-        expected = {"model": "run-1", "prompt": request.prompt_ids, "n": request.copies, "seed": request.seed}
+        expected = {
+            "model": "run-1",
+            "prompt": request.prompt_ids,
+            "n": request.copies,
+            "seed": request.seed,
+        }
         assert body == SETTINGS | expected | {"max_tokens": 6, "return_token_ids": True}
         assert len(completions) == request.copies
         assert all(x.logprobs == [LOGPROB] * len(x.ids) for x in completions)
@@ -98,7 +105,10 @@ def test_completion_that_a_shutdown_cuts_is_asked_for_again(server, loaded):
     def cut(body):
         server.completions = complete
         answer = json.loads(complete(body).body)
-        choices = [x | {"finish_reason": "abort", "token_ids": x["token_ids"][:1]} for x in answer["choices"]]
+        choices = [
+            x | {"finish_reason": "abort", "token_ids": x["token_ids"][:1]}
+            for x in answer["choices"]
+        ]
         choices = [x | {"logprobs": {"token_logprobs": [LOGPROB]}} for x in choices]
         return JSONResponse(answer | {"choices": choices})
 
@@ -117,10 +127,14 @@ def test_words_of_an_outage_in_a_completion_are_no_outage(server, loaded):
 
 def test_other_failures_raise_at_once(server, loaded):
     server.failures = {"/v1/completions": [500]}
-    with pytest.raises(VLLMError, match=r"did not sample 1 completions with token ids and log-probs: 500 busy\."):
+    with pytest.raises(
+        VLLMError, match=r"did not sample 1 completions with token ids and log-probs: 500 busy\."
+    ):
         loaded.sample("run-1", REQUESTS[:1])
     server.failures = {"/v1/completions": ["too long"]}
-    with pytest.raises(VLLMError, match=r"400 .*max_tokens=400 cannot be greater than max_model_len=256"):
+    with pytest.raises(
+        VLLMError, match=r"400 .*max_tokens=400 cannot be greater than max_model_len=256"
+    ):
         loaded.sample("run-1", REQUESTS[:1])
     assert paths(server).count("/v1/completions") == 2
 
@@ -137,7 +151,10 @@ def test_server_that_is_gone_raises_after_the_timeout(server, loaded):
     loaded.timeout = 0.3
     server.stop()
     began = time.monotonic()
-    with pytest.raises(VLLMError, match=r"No answer .* within `vllm_server_timeout=0.3` s \(ConnectError.*vllm serve"):
+    with pytest.raises(
+        VLLMError,
+        match=r"No answer .* within `vllm_server_timeout=0.3` s \(ConnectError.*vllm serve",
+    ):
         loaded.sample("run-1", REQUESTS)
     assert time.monotonic() - began < 2
     server.start()
@@ -145,7 +162,8 @@ def test_server_that_is_gone_raises_after_the_timeout(server, loaded):
 
 def test_slow_completions_are_waited_for_while_the_server_runs(server, loaded, monkeypatch):
     monkeypatch.setattr(vllm_server, "LIFE", 0.1)
-    loaded.timeout, server.delay = 0.2, 0.5
+    loaded.timeout = 0.2
+    server.delay = 0.5
     assert len(loaded.sample("run-1", REQUESTS)) == 20
     assert paths(server).count("/v1/completions") == 20
 
@@ -153,7 +171,8 @@ def test_slow_completions_are_waited_for_while_the_server_runs(server, loaded, m
 def test_server_that_shuts_down_under_a_request_is_not_waited_for(server, loaded, monkeypatch):
     """It no longer listens, and neither answers nor hangs up while a request is in flight."""
     monkeypatch.setattr(vllm_server, "LIFE", 0.1)
-    loaded.timeout, server.delay = 0.2, 4.0
+    loaded.timeout = 0.2
+    server.delay = 4.0
     threading.Timer(0.3, lambda: setattr(server.server, "should_exit", True)).start()
     began = time.monotonic()
     with pytest.raises(VLLMError, match=r"No answer from .*\(ConnectError"):
@@ -173,8 +192,12 @@ def unfinished(text, seconds):
 
 
 @pytest.mark.parametrize("answer", [("", 60.0), (" ", 0.02)], ids=["silent", "drips"])
-@pytest.mark.parametrize("path", ["models", "load_lora_adapter", "unload_lora_adapter", "completions"])
-def test_request_that_is_never_answered_ends_although_the_server_runs(server, loaded, path, answer, monkeypatch):
+@pytest.mark.parametrize(
+    "path", ["models", "load_lora_adapter", "unload_lora_adapter", "completions"]
+)
+def test_request_that_is_never_answered_ends_although_the_server_runs(
+    server, loaded, path, answer, monkeypatch
+):
     monkeypatch.setattr(vllm_server, "LIFE", 0.1)
     monkeypatch.setattr(vllm_server, "SLOWEST", 0.05)
     server.failures = {f"/v1/{path}": [unfinished(*answer) for _ in range(50)]}
@@ -184,8 +207,11 @@ def test_request_that_is_never_answered_ends_although_the_server_runs(server, lo
         "unload_lora_adapter": lambda: loaded.unload("run-1"),
         "completions": lambda: loaded.sample("run-1", REQUESTS[:2]),
     }
-    loaded.timeout, began = 0.3, time.monotonic()
-    with pytest.raises(VLLMError, match=r"No answer from .* within `vllm_server_timeout=0.3` s \(Timeout"):
+    loaded.timeout = 0.3
+    began = time.monotonic()
+    with pytest.raises(
+        VLLMError, match=r"No answer from .* within `vllm_server_timeout=0.3` s \(Timeout"
+    ):
         ask[path]()
     assert time.monotonic() - began < 1.5
 
@@ -193,10 +219,14 @@ def test_request_that_is_never_answered_ends_although_the_server_runs(server, lo
 def test_gateway_that_times_out_again_and_again_ends_the_wait(server, loaded, monkeypatch):
     monkeypatch.setattr(vllm_server, "LIFE", 0.02)
     monkeypatch.setattr(vllm_server, "SLOWEST", 0.0)
-    loaded.timeout, server.delay = 0.3, 0.1  # each attempt takes longer than a sign of life
+    # each attempt takes longer than a sign of life
+    loaded.timeout = 0.3
+    server.delay = 0.1
     complete = server.completions
     server.completions = lambda body: PlainTextResponse("gateway", 504)
-    with pytest.raises(VLLMError, match=r"No answer .*504 gateway|No answer .*does not answer this request"):
+    with pytest.raises(
+        VLLMError, match=r"No answer .*504 gateway|No answer .*does not answer this request"
+    ):
         loaded.sample("run-1", REQUESTS[:1])
     server.completions = complete
 
@@ -230,7 +260,9 @@ def test_completions_of_another_form_raise(server, loaded, change):
         return JSONResponse(answer | {"choices": change(answer["choices"])})
 
     server.completions = changed
-    with pytest.raises(VLLMError, match=r'did not sample 3 completions with token ids and log-probs: 200 \{"id"'):
+    with pytest.raises(
+        VLLMError, match=r'did not sample 3 completions with token ids and log-probs: 200 \{"id"'
+    ):
         loaded.sample("run-1", REQUESTS[2:3])
 
 
@@ -244,7 +276,11 @@ def test_answer_that_is_not_the_servers_raises(server, loaded, text):
 
 
 def test_failure_that_mentions_a_loaded_adapter_is_a_failure(server, loaded, tmp_path):
-    server.failures = {"/v1/load_lora_adapter": [PlainTextResponse("cannot evict x: it has already been loaded", 500)]}
+    server.failures = {
+        "/v1/load_lora_adapter": [
+            PlainTextResponse("cannot evict x: it has already been loaded", 500)
+        ]
+    }
     with pytest.raises(VLLMError, match="cannot load the adapter: 500 cannot evict"):
         loaded.load("run-2", tmp_path / "run-1")
 
@@ -254,8 +290,9 @@ def test_failure_that_mentions_a_loaded_adapter_is_a_failure(server, loaded, tmp
 
 def command(server, rank=16):
     return re.escape(
-        f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {BASE} --enable-lora --max-loras 2 --max-lora-rank {rank} "
-        f"--logprobs-mode processed_logprobs --generation-config vllm --host 127.0.0.1 --port {server.port}`"
+        f"`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {BASE} --enable-lora --max-loras 2 "
+        f"--max-lora-rank {rank} --logprobs-mode processed_logprobs --generation-config vllm "
+        f"--host 127.0.0.1 --port {server.port}`"
     )
 
 
@@ -275,11 +312,19 @@ def test_server_without_adapters_raises_with_the_command(server, option, tmp_pat
 
 @pytest.mark.parametrize(
     "rank, exists, cause",
-    [(20, True, r"500 .*rank 20 is greater than max_lora_rank 16"), (4, False, r"404 .*No adapter found")],
+    [
+        (20, True, r"500 .*rank 20 is greater than max_lora_rank 16"),
+        (4, False, r"404 .*No adapter found"),
+    ],
 )
 def test_adapter_that_cannot_be_loaded_raises_with_the_cause(server, rank, exists, cause, tmp_path):
-    directory = adapter(tmp_path / "run-1", rank) if exists else tmp_path / "run-1"
-    with pytest.raises(VLLMError, match=rf"{cause}.*{command(server, 32)}, and see `{directory}` under that path"):
+    if exists:
+        directory = adapter(tmp_path / "run-1", rank)
+    else:
+        directory = tmp_path / "run-1"
+    with pytest.raises(
+        VLLMError, match=rf"{cause}.*{command(server, 32)}, and see `{directory}` under that path"
+    ):
         client(server, rank=32).load("run-1", directory)
 
 
@@ -294,7 +339,9 @@ def test_address_of_something_else_raises(server):
 
 def test_key_of_the_environment_is_sent_and_not_shown(server, monkeypatch):
     server.key = KEY
-    with pytest.raises(VLLMError, match=r"refuses VLLM_API_KEY of the environment: 401 .*Unauthorized"):
+    with pytest.raises(
+        VLLMError, match=r"refuses VLLM_API_KEY of the environment: 401 .*Unauthorized"
+    ):
         client(server)
     monkeypatch.setenv("VLLM_API_KEY", KEY + "\n")
     built = client(server)
@@ -308,11 +355,15 @@ def test_key_of_the_environment_is_sent_and_not_shown(server, monkeypatch):
     assert "wrong key" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", [f"org/{KEY}", "hf_" + "aZ3kP9qLm2XvB7tRw5Yc", "http://user:hunter2@host/model"])
+@pytest.mark.parametrize(
+    "name", [f"org/{KEY}", "hf_" + "aZ3kP9qLm2XvB7tRw5Yc", "http://user:hunter2@host/model"]
+)
 def test_model_id_that_a_server_echoes_shows_no_key(server, monkeypatch, name):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     server.base = name
-    with pytest.raises(VLLMError, match=rf"serves `.*\*\*\*.*`, the policy's base is `{BASE}`") as raised:
+    with pytest.raises(
+        VLLMError, match=rf"serves `.*\*\*\*.*`, the policy's base is `{BASE}`"
+    ) as raised:
         client(server)
     assert not any(part in str(raised.value) for part in (KEY, "hunter2", "aZ3kP9qLm2XvB7tRw5Yc"))
 
@@ -327,7 +378,10 @@ def test_key_over_plain_http_to_another_machine_warns(server, monkeypatch, recwa
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     client(server)
     assert not [x for x in recwarn if "unencrypted" in str(x.message)]
-    for url, warned in (("http://user:hunter2@gpu.invalid:8000", 1), ("https://gpu.invalid:8000", 0)):
+    for url, warned in (
+        ("http://user:hunter2@gpu.invalid:8000", 1),
+        ("https://gpu.invalid:8000", 0),
+    ):
         with pytest.raises(VLLMError, match="No answer from"):
             VLLMServer(url, 0.05, BASE, SETTINGS, 16)
         shown = [str(x.message) for x in recwarn if "unencrypted" in str(x.message)]
@@ -349,14 +403,21 @@ def test_address_may_end_as_that_of_openai_clients_do(server):
 
 
 def run(server, output_dir, **kwargs):
-    settings = {"vllm_base_model": BASE, "vllm_server_base_url": server.url, "vllm_max_logp_difference": 99.0}
-    return trainer(output_dir, llama(), use_vllm=True, vllm_mode="server", max_steps=8, **settings, **kwargs)
+    settings = {
+        "vllm_base_model": BASE,
+        "vllm_server_base_url": server.url,
+        "vllm_max_logp_difference": 99.0,
+    }
+    return trainer(
+        output_dir, llama(), use_vllm=True, vllm_mode="server", max_steps=8, **settings, **kwargs
+    )
 
 
 def test_restart_in_the_middle_of_a_rollout_changes_nothing(server, tmp_path):
     undisturbed = run(server, tmp_path / "undisturbed")
     undisturbed.train()
-    built, completed = run(server, tmp_path / "run"), count(1)
+    built = run(server, tmp_path / "run")
+    completed = count(1)
     complete = built.roles.player.generator.engine._complete
 
     async def disturbed(*args):
@@ -375,10 +436,18 @@ def test_restart_in_the_middle_of_a_rollout_changes_nothing(server, tmp_path):
 def test_each_rollout_has_a_version_and_the_one_before_is_unloaded(server, tmp_path):
     built = run(server, tmp_path)
     built.train()
-    loaded = [body["lora_name"] for path, body, _ in server.asked if path == "/v1/load_lora_adapter"]
-    unloaded = [body["lora_name"] for path, body, _ in server.asked if path == "/v1/unload_lora_adapter"]
+    loaded = [
+        body["lora_name"] for path, body, _ in server.asked if path == "/v1/load_lora_adapter"
+    ]
+    unloaded = [
+        body["lora_name"] for path, body, _ in server.asked if path == "/v1/unload_lora_adapter"
+    ]
     assert len(set(loaded)) == 2 and unloaded == loaded[:-1]
-    assert list(server.adapters) == loaded[-1:] == [path.name for path in Path(tmp_path, ".vllm").iterdir()]
+    assert (
+        list(server.adapters)
+        == loaded[-1:]
+        == [path.name for path in Path(tmp_path, ".vllm").iterdir()]
+    )
     used = {body["model"] for path, body, _ in server.asked if path == "/v1/completions"}
     assert used == set(loaded)
 
@@ -391,7 +460,9 @@ def test_evaluation_of_many_batches_loads_the_adapter_once_if_it_has_moved(serve
         x.data += 0.01
     for _ in range(2):
         built.evaluate()
-    loaded = [body["lora_name"] for path, body, _ in server.asked if path == "/v1/load_lora_adapter"]
+    loaded = [
+        body["lora_name"] for path, body, _ in server.asked if path == "/v1/load_lora_adapter"
+    ]
     used = [body["model"] for path, body, _ in server.asked if path == "/v1/completions"]
     assert len(loaded) == 2 and used == [loaded[0]] * 200 + [loaded[1]] * 400
 
@@ -428,11 +499,13 @@ def interrupted(built, step):
 
 def test_next_rollout_is_requested_while_the_last_one_is_scored(server, tmp_path):
     server.delay = 0.05
-    built, begun = run(server, tmp_path, **OVERLAP), []
+    built = run(server, tmp_path, **OVERLAP)
+    begun = []
     score = built.roles.rewards[0].score
 
     def waiting(batch):
-        expected, end = min(8 * (built.state.global_step // 2 + 2), 32), time.monotonic() + 5
+        expected = min(8 * (built.state.global_step // 2 + 2), 32)
+        end = time.monotonic() + 5
         while len(completions(server)) < expected and time.monotonic() < end:
             time.sleep(0.005)
         begun.append(len(completions(server)) >= expected)
@@ -440,7 +513,8 @@ def test_next_rollout_is_requested_while_the_last_one_is_scored(server, tmp_path
 
     built.roles.rewards[0].score = waiting
     built.train()
-    assert begun == [True] * 4 and len(completions(server)) == 32  # the last rollout begins no other
+    # the last rollout begins no other
+    assert begun == [True] * 4 and len(completions(server)) == 32
     models = [body["model"] for body in completions(server)]
     assert [len(set(models[n : n + 8])) for n in range(0, 32, 8)] == [1, 1, 1, 1]
     assert len(set(models)) == 3  # the first two rollouts are those of the first policy
@@ -448,7 +522,9 @@ def test_next_rollout_is_requested_while_the_last_one_is_scored(server, tmp_path
 
 def test_overlapped_run_repeats_whatever_the_delay_and_evaluations(server, tmp_path):
     results = []
-    for number, settings in enumerate(({}, {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4)})):
+    for number, settings in enumerate(
+        ({}, {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4)})
+    ):
         built = run(server, tmp_path / str(number), **OVERLAP, **settings)
         server.delay = 0.02 * number
         built.train()
@@ -460,7 +536,12 @@ def test_overlapped_run_takes_the_same_rows_as_another(server, tmp_path):
     asked = []
     for overlap in (False, True):
         server.asked.clear()
-        run(server, tmp_path / str(overlap), dataset=prompts(40), **OVERLAP | {"overlap_rollouts": overlap}).train()
+        run(
+            server,
+            tmp_path / str(overlap),
+            dataset=prompts(40),
+            **OVERLAP | {"overlap_rollouts": overlap},
+        ).train()
         asked.append([body["prompt"] for body in completions(server)])
     plain, overlapped = ([sorted(prompts[n : n + 8]) for n in range(0, 32, 8)] for prompts in asked)
     assert plain == overlapped
@@ -469,7 +550,9 @@ def test_overlapped_run_takes_the_same_rows_as_another(server, tmp_path):
 @pytest.mark.parametrize("stream, steps", [(False, [1, 4, 7]), (True, [2])])
 def test_overlapped_run_that_was_killed_resumes_bit_for_bit(server, tmp_path, stream, steps):
     def dataset():
-        return prompts(40).to_iterable_dataset() if stream else prompts(40)
+        if stream:
+            return prompts(40).to_iterable_dataset()
+        return prompts(40)
 
     whole = run(server, tmp_path / "whole", dataset=dataset(), **OVERLAP)
     whole.train()
@@ -503,7 +586,9 @@ def test_error_in_a_rollout_that_was_sampled_ahead_loses_nothing(server, tmp_pat
     assert all(torch.equal(x, expected[name]) for name, x in weights(resumed).items())
 
 
-def test_checkpoint_of_a_run_whose_server_is_gone_omits_the_next_rollout(server, tmp_path, monkeypatch):
+def test_checkpoint_of_a_run_whose_server_is_gone_omits_the_next_rollout(
+    server, tmp_path, monkeypatch
+):
     monkeypatch.setattr(vllm_server, "LIFE", 0.1)
     built = run(server, tmp_path, vllm_server_timeout=0.3, **OVERLAP)
     begin = built.roles.player.generator.begin
@@ -537,11 +622,15 @@ class Silent:
 
 
 def test_overlap_is_refused_without_a_server_and_with_tools(server, tmp_path):
-    with pytest.raises(ValueError, match=r"overlap_rollouts'\]` needs `use_vllm=True, vllm_mode='server'`"):
+    with pytest.raises(
+        ValueError, match=r"overlap_rollouts'\]` needs `use_vllm=True, vllm_mode='server'`"
+    ):
         config(tmp_path, overlap_rollouts=True, use_vllm=True)
     with pytest.raises(ValueError, match="does not work with tools or environments"):
         run(server, tmp_path, environment_factory=Silent, overlap_rollouts=True)
-    with pytest.raises(ValueError, match="`curriculum` does not work with a stream, or with `overlap_rollouts`"):
+    with pytest.raises(
+        ValueError, match="`curriculum` does not work with a stream, or with `overlap_rollouts`"
+    ):
         run(server, tmp_path, curriculum=torch.add, overlap_rollouts=True)
 
 
@@ -563,9 +652,18 @@ def test_adapter_that_the_server_refuses_ends_the_run_before_it_begins(server, t
     ],
 )
 def test_invalid_address_raises_without_its_password(tmp_path, url):
-    message = r"`vllm_server_base_url` must start with http:// or https://, .* port up to 65535, got '"
+    message = (
+        r"`vllm_server_base_url` must start with http:// or https://, .* port up to 65535, got '"
+    )
     with pytest.raises(ValueError, match=message) as raised:
-        PPOConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
+        PPOConfig(
+            str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url=url,
+        )
     assert "hunter2" not in str(raised.value)
 
 
@@ -580,7 +678,9 @@ def test_token_id_of_a_server_that_is_none_is_named(server, loaded, token):
         return JSONResponse(answer)
 
     server.completions = with_token
-    with pytest.raises(VLLMError, match=r"did not sample .* completions with token ids and log-probs"):
+    with pytest.raises(
+        VLLMError, match=r"did not sample .* completions with token ids and log-probs"
+    ):
         loaded.sample("run-1", REQUESTS[:1])
 
 
@@ -598,7 +698,8 @@ def test_answer_longer_than_its_tokens_is_not_read(server, tmp_path, path):
     loaded.load("run-1", adapter(tmp_path / "run-1"))
     server.failures = {path: [StreamingResponse(flood())]}
     with pytest.raises(
-        VLLMError, match=rf"{server.url} is not a vLLM server that fits .* at most \d+ bytes, .*got more"
+        VLLMError,
+        match=rf"{server.url} is not a vLLM server that fits .* at most \d+ bytes, .*got more",
     ):
         client(server) if path == "/v1/models" else loaded.sample("run-1", REQUESTS[:1])
     assert len(sent) < 750

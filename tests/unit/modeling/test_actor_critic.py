@@ -70,31 +70,42 @@ def test_capped_and_scaled_logits_score_as_the_plain_forward(tmp_path, family):
     built = actor_critic(tmp_path, with_mapped_logits(family))
     built.check_logits()
     outputs = built(sequences(), temperature=0.7, with_entropy=True, with_kl=True)
-    along, parts = torch.randn(3, 3, 5), []
+    along = torch.randn(3, 3, 5)
+    parts = []
     for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
-        given, places = torch.tensor([prompt + completion]), slice(len(prompt) - 1, -1)
+        given = torch.tensor([prompt + completion])
+        places = slice(len(prompt) - 1, -1)
         log_p = (built.policy(input_ids=given).logits[0, places] / 0.7).log_softmax(-1)
         with built.reference(), torch.no_grad():
             log_q = (built.policy(input_ids=given).logits[0, places] / 0.7).log_softmax(-1)
-        p, tokens = log_p.exp(), torch.tensor(completion)[:, None]
+        p = log_p.exp()
+        tokens = torch.tensor(completion)[:, None]
         expected = log_p.gather(1, tokens)[:, 0], -(p * log_p).sum(1), (p * (log_p - log_q)).sum(1)
         assert (log_p - log_q).abs().max() > 0.01
         for number, value in enumerate(expected):
-            torch.testing.assert_close(outputs[number][row, : len(completion)], value, rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                outputs[number][row, : len(completion)], value, rtol=0, atol=1e-6
+            )
             parts.append((along[number, row, : len(completion)] * value).sum())
     trained = list(built.policy_parameters().values())
     wanted = torch.autograd.grad(sum(parts), trained)
     got = torch.autograd.grad(sum((a * x).sum() for a, x in zip(along, outputs)), trained)
     for name, x, y in zip(built.policy_parameters(), got, wanted):
         torch.testing.assert_close(
-            x, y, rtol=1e-5, atol=4e-6 * max(1, y.abs().max().item()), msg=lambda text, name=name: f"{name}: {text}"
+            x,
+            y,
+            rtol=1e-5,
+            atol=4e-6 * max(1, y.abs().max().item()),
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
 def test_values_are_of_the_state_in_which_each_token_was_sampled(tmp_path):
     built = actor_critic(tmp_path, critic="head")
     values = built(sequences()).values
-    hidden = built.policy(input_ids=torch.tensor([PROMPTS[0] + COMPLETIONS[0]]), output_hidden_states=True)
+    hidden = built.policy(
+        input_ids=torch.tensor([PROMPTS[0] + COMPLETIONS[0]]), output_hidden_states=True
+    )
     states = hidden.hidden_states[-1][0, len(PROMPTS[0]) - 1 : -1]
     torch.testing.assert_close(values[0, :3], built.value_head(states)[:, 0])
 
@@ -131,13 +142,16 @@ def gradients(built, batch):
 def test_padding_changes_neither_outputs_nor_gradients(tmp_path):
     built = actor_critic(tmp_path)
     row = torch.tensor([0])
-    alone, among = sequences().rows(row), sequences()
+    alone = sequences().rows(row)
+    among = sequences()
     assert alone.packed.cells is None and among.packed.cells is not None  # it has padding
     torch.testing.assert_close(built(alone).logprobs[0], built(among).logprobs[0, :3])
     torch.testing.assert_close(built(alone).values[0], built(among).values[0, :3])
     summed = [gradients(built, sequences().rows(torch.tensor([r]))) for r in range(3)]
     for name, gradient in gradients(built, among).items():
-        torch.testing.assert_close(gradient, sum(part[name] for part in summed), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            gradient, sum(part[name] for part in summed), rtol=1e-4, atol=1e-5
+        )
 
 
 WINDOW = {"sliding_window": 3, "head_dim": 8}
@@ -146,11 +160,15 @@ PACKING = {
     "llama": llama,
     "qwen2, one sliding layer": lambda: qwen2(**SLIDING),
     "mistral": lambda: of_llama("mistral", **WINDOW),
-    "gemma3_text": lambda: of_llama("gemma3_text", **WINDOW, layer_types=["sliding_attention", "full_attention"]),
+    "gemma3_text": lambda: of_llama(
+        "gemma3_text", **WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
     "qwen2_moe": lambda: of_llama(
         "qwen2_moe", **SLIDING, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8
     ),
-    "exaone4": lambda: of_llama("exaone4", **WINDOW, layer_types=["sliding_attention", "full_attention"]),
+    "exaone4": lambda: of_llama(
+        "exaone4", **WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
     "gpt2": lambda: AutoModelForCausalLM.from_config(
         GPT2Config(vocab_size=32, n_embd=32, n_head=4, n_layer=2, initializer_range=0.1)
     ).eval(),
@@ -158,7 +176,9 @@ PACKING = {
 NOT_PACKING = {
     "eager": lambda: llama(attn_implementation="eager"),
     "lfm2": lambda: of_llama("lfm2", layer_types=["conv", "full_attention"]),
-    "bloom": lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=32, hidden_size=32, n_head=4)).eval(),
+    "bloom": lambda: AutoModelForCausalLM.from_config(
+        BloomConfig(vocab_size=32, hidden_size=32, n_head=4)
+    ).eval(),
 }
 
 
@@ -172,7 +192,14 @@ REASONS = {
 def of_llama(kind, **kwargs):
     """A model of another family with the sizes of a tiny Llama."""
     sizes = llama().config.to_dict()
-    for name in ("model_type", "architectures", "head_dim", "dtype", "layer_types", "transformers_version"):
+    for name in (
+        "model_type",
+        "architectures",
+        "head_dim",
+        "dtype",
+        "layer_types",
+        "transformers_version",
+    ):
         sizes.pop(name, None)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | kwargs)).eval()
@@ -187,9 +214,11 @@ def with_turns():
 def assert_packed_like_padded(built, batch):
     built.check_logits()
     assert built.why_not_packed is None
-    packed, expected = gradients(built, batch), built(batch)
+    packed = gradients(built, batch)
+    expected = built(batch)
     built.why_not_packed = "of a test"
-    padded, outputs = gradients(built, batch), built(batch)
+    padded = gradients(built, batch)
+    outputs = built(batch)
     for one, other in zip(expected[:2] + expected[3:4], outputs[:2] + outputs[3:4]):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=2e-6)
     assert packed.keys() == padded.keys()
@@ -200,7 +229,9 @@ def assert_packed_like_padded(built, batch):
 @pytest.mark.parametrize("kind", PACKING)
 @pytest.mark.parametrize("batch", [sequences, with_turns])
 def test_packed_rows_have_the_gradients_of_padded_ones(tmp_path, kind, batch):
-    assert_packed_like_padded(actor_critic(tmp_path, PACKING[kind](), peft_config=all_linear()), batch())
+    assert_packed_like_padded(
+        actor_critic(tmp_path, PACKING[kind](), peft_config=all_linear()), batch()
+    )
 
 
 @pytest.mark.parametrize("critic", ["head", "adapter"])
@@ -227,16 +258,22 @@ def test_models_that_would_mix_packed_rows_get_them_padded(tmp_path, kind):
 def test_flash_attention_gets_the_lengths_of_packed_rows(tmp_path):
     """With a stand-in for its function, which needs a GPU."""
 
-    def flash(module, query, key, value, attention_mask, cu_seq_lens_q=None, cu_seq_lens_k=None, **kwargs):
+    def flash(
+        module, query, key, value, attention_mask, cu_seq_lens_q=None, cu_seq_lens_k=None, **kwargs
+    ):
         if cu_seq_lens_q is None:
             causal = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
-            mask = causal if attention_mask is None else causal & attention_mask.bool()[:, None, None]
+            mask = (
+                causal if attention_mask is None else causal & attention_mask.bool()[:, None, None]
+            )
             return sdpa_attention_forward(module, query, key, value, mask)
         assert attention_mask is None and kwargs["max_length_q"] == kwargs["max_length_k"]
         assert cu_seq_lens_q is cu_seq_lens_k and cu_seq_lens_q.dtype == torch.int32
         rows = itertools.pairwise(cu_seq_lens_q.tolist())
         parts = [[x[:, :, a:b] for x in (query, key, value)] for a, b in rows]
-        return torch.cat([sdpa_attention_forward(module, *part, None)[0] for part in parts], 1), None
+        return torch.cat(
+            [sdpa_attention_forward(module, *part, None)[0] for part in parts], 1
+        ), None
 
     AttentionInterface.register("flash_stand_in", flash)
     AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
@@ -250,15 +287,19 @@ def test_dropout_is_off_also_where_it_is_a_number(tmp_path):
     assert torch.equal(built.train()(sequences()).logprobs, built.eval()(sequences()).logprobs)
 
 
-@pytest.mark.skipif(not actor_critic_module.SELECTS_STATES, reason="this version of transformers keeps all states")
+@pytest.mark.skipif(
+    not actor_critic_module.SELECTS_STATES, reason="this version of transformers keeps all states"
+)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_trunk_keeps_only_states_that_the_side_critic_reads(tmp_path, checkpointing):
     model = LlamaForCausalLM(LlamaConfig(**llama().config.to_dict() | {"num_hidden_layers": 8}))
-    built, calls = actor_critic(tmp_path, model).train(), []
+    built = actor_critic(tmp_path, model).train()
+    calls = []
     if checkpointing:
         built.gradient_checkpointing_enable()
     hook = built.trunk.register_forward_hook(
-        lambda _, args, kwargs, outputs: calls.append((args, kwargs, outputs.hidden_states)), with_kwargs=True
+        lambda _, args, kwargs, outputs: calls.append((args, kwargs, outputs.hidden_states)),
+        with_kwargs=True,
     )
     gradients(built, sequences())
     hook.remove()
@@ -270,7 +311,8 @@ def test_trunk_keeps_only_states_that_the_side_critic_reads(tmp_path, checkpoint
 
 def test_sampling_projects_last_states_without_a_copy_of_the_projection_per_row(tmp_path):
     built = actor_critic(tmp_path)
-    prompts, expanded = torch.randint(3, 10, (5, 6)), []
+    prompts = torch.randint(3, 10, (5, 6))
+    expanded = []
 
     class Products(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -279,27 +321,43 @@ def test_sampling_projects_last_states_without_a_copy_of_the_projection_per_row(
             return func(*args, **(kwargs or {}))
 
     with Products():
-        built.sample(prompts, torch.ones_like(prompts), GenerationConfig(max_new_tokens=3, do_sample=True))
+        built.sample(
+            prompts, torch.ones_like(prompts), GenerationConfig(max_new_tokens=3, do_sample=True)
+        )
     assert not expanded
 
 
 def gpt2_conv1d():
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=64, n_embd=32, n_layer=2, n_head=2))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=32, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    )
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("make", [llama, qwen2, gpt2_conv1d])
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("kwargs", [{}, {"use_rslora": True}, {"rank_pattern": {"o_proj|c_proj": 3}}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"use_rslora": True}, {"rank_pattern": {"o_proj|c_proj": 3}}]
+)
 def test_fused_lora_computes_the_products_of_peft(tmp_path, kwargs, autocast, make, quantized):
     if quantized and make is gpt2_conv1d:
         pytest.skip("bitsandbytes quantizes no Conv1D")
     make().save_pretrained(tmp_path / "base")
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=make is gpt2_conv1d, **kwargs)
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    lora = LoraConfig(
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=make is gpt2_conv1d,
+        **kwargs,
+    )
     built = actor_critic(
-        tmp_path, str(tmp_path / "base"), peft_config=lora, quantization_config=nf4 if quantized else None
+        tmp_path,
+        str(tmp_path / "base"),
+        peft_config=lora,
+        quantization_config=nf4 if quantized else None,
     ).eval()
     ids = torch.tensor([[3, 5, 7, 11], [4, 6, 8, 10]])
 
@@ -315,14 +373,23 @@ def test_fused_lora_computes_the_products_of_peft(tmp_path, kwargs, autocast, ma
         actual = logits()
     assert len(replaced) == sum(isinstance(module, LoraLayer) for module in built.modules()) > 0
     assert (expected - base).abs().max() > 0.1
-    torch.testing.assert_close(actual, expected, rtol=0, atol=(0.05 if autocast else 1e-5) * expected.abs().max())
-    assert torch.equal(logits(), expected) and not any("forward" in vars(module) for module in built.modules())
+    torch.testing.assert_close(
+        actual, expected, rtol=0, atol=(0.05 if autocast else 1e-5) * expected.abs().max()
+    )
+    assert torch.equal(logits(), expected) and not any(
+        "forward" in vars(module) for module in built.modules()
+    )
 
 
-@pytest.mark.parametrize("kwargs", [{"use_dora": True}, {"lora_bias": True}, {"init_lora_weights": "pissa"}, None])
+@pytest.mark.parametrize(
+    "kwargs", [{"use_dora": True}, {"lora_bias": True}, {"init_lora_weights": "pissa"}, None]
+)
 def test_adapters_other_than_plain_lora_are_computed_by_peft(tmp_path, kwargs):
     ia3 = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
-    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **kwargs) if kwargs else ia3
+    if kwargs:
+        lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **kwargs)
+    else:
+        lora = ia3
     built = actor_critic(tmp_path, peft_config=lora, moved=False)
     with fused(built.policy, built.policy_adapter):
         replaced = [module for module in built.modules() if "forward" in vars(module)]
@@ -331,17 +398,25 @@ def test_adapters_other_than_plain_lora_are_computed_by_peft(tmp_path, kwargs):
 
 def test_merged_layers_and_those_with_a_hook_stay_as_they_are(tmp_path):
     built = actor_critic(tmp_path)
-    merged, hooked, plain, *_ = (module for module in built.modules() if isinstance(module, LoraLinear))
+    merged, hooked, plain, *_ = (
+        module for module in built.modules() if isinstance(module, LoraLinear)
+    )
     merged.merge()
     hooked.forward = forward = hooked.base_layer.forward
-    with pytest.raises(RuntimeError, match="interrupted"), fused(built.policy, built.policy_adapter):
-        assert "forward" in vars(plain) and "forward" not in vars(merged) and hooked.forward is forward
+    with (
+        pytest.raises(RuntimeError, match="interrupted"),
+        fused(built.policy, built.policy_adapter),
+    ):
+        assert (
+            "forward" in vars(plain) and "forward" not in vars(merged) and hooked.forward is forward
+        )
         raise RuntimeError("interrupted")
     assert "forward" not in vars(plain) and hooked.forward is forward
 
 
 def test_sampling_does_without_the_forward_of_peft(tmp_path, monkeypatch):
-    built, settings = actor_critic(tmp_path), GenerationConfig(max_new_tokens=3, do_sample=True, pad_token_id=0)
+    built = actor_critic(tmp_path)
+    settings = GenerationConfig(max_new_tokens=3, do_sample=True, pad_token_id=0)
     ids = torch.tensor([[3, 5, 7]])
 
     def failing(*args, **kwargs):
@@ -351,7 +426,8 @@ def test_sampling_does_without_the_forward_of_peft(tmp_path, monkeypatch):
     assert built.sample(ids, torch.ones_like(ids), settings).shape == (1, 6)
     with pytest.raises(RuntimeError, match="slow"):
         built.policy(ids)
-    settings.cache_implementation = "static"  # compiled on a GPU, which would see new forwards at each call
+    # compiled on a GPU, which would see new forwards at each call
+    settings.cache_implementation = "static"
     with pytest.raises(RuntimeError, match="slow"):
         built.sample(ids, torch.ones_like(ids), settings)
 
@@ -360,11 +436,17 @@ def test_sampling_does_without_the_forward_of_peft(tmp_path, monkeypatch):
 def test_cast_head_samples_from_logits_in_float32(tmp_path, with_bias):
     """Also of a base in bfloat16, which returns rounded logits; its trunk rounds as before."""
     model = llama()
-    model.lm_head.bias = torch.nn.Parameter(torch.randn(32)) if with_bias else None
+    if with_bias:
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(32))
+    else:
+        model.lm_head.bias = None
     built = load_actor_critic(model.bfloat16(), config(tmp_path, cast_lm_head_to_fp32=True))
-    settings = GenerationConfig(do_sample=True, max_new_tokens=1, top_k=0, pad_token_id=0, output_logits=True)
+    settings = GenerationConfig(
+        do_sample=True, max_new_tokens=1, top_k=0, pad_token_id=0, output_logits=True
+    )
     settings.return_dict_in_generate = True
-    ids, head = torch.tensor([[3, 5, 7]]), built.policy.get_base_model().get_output_embeddings()
+    ids = torch.tensor([[3, 5, 7]])
+    head = built.policy.get_base_model().get_output_embeddings()
     [logits] = built.sample(ids, torch.ones_like(ids), settings).logits
     hidden = built.trunk(ids).last_hidden_state[:, -1]
     expected = torch.nn.functional.linear(
@@ -379,9 +461,12 @@ def test_cast_head_samples_from_logits_in_float32(tmp_path, with_bias):
 
 def test_sampling_takes_nothing_from_the_models_own_generation_config(tmp_path):
     model = llama()
-    model.generation_config.min_p, model.generation_config.suppress_tokens = 1.0, list(range(4, 32))
+    model.generation_config.min_p = 1.0
+    model.generation_config.suppress_tokens = list(range(4, 32))
     built = actor_critic(tmp_path, model)
-    settings = GenerationConfig(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=4, eos_token_id=1, pad_token_id=0)
+    settings = GenerationConfig(
+        do_sample=True, top_k=0, top_p=1.0, max_new_tokens=4, eos_token_id=1, pad_token_id=0
+    )
     prompts = torch.full((64, 2), 5)
     ids = built.sample(prompts, torch.ones_like(prompts), settings)[:, 2:]
     assert len(ids.unique()) > 10 and (ids >= 4).any()
@@ -398,8 +483,12 @@ def nf4(tmp_path_factory):
     tokenizer().save_pretrained(path)
 
     def make(**kwargs):
-        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-        built = load_actor_critic(str(path), config(path, **kwargs), quantization_config=quantization)
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        )
+        built = load_actor_critic(
+            str(path), config(path, **kwargs), quantization_config=quantization
+        )
         move_adapter(built)
         return built
 
@@ -408,9 +497,11 @@ def nf4(tmp_path_factory):
 
 def test_base_is_quantised_and_adapters_are_float32(nf4):
     built = nf4(bf16=True)
-    assert sum(isinstance(module, bnb.nn.Linear4bit) for module in built.modules()) == 14  # 7 in each layer
+    # 7 in each layer
+    assert sum(isinstance(module, bnb.nn.Linear4bit) for module in built.modules()) == 14
     layers = [module for module in built.modules() if isinstance(module, bnb.nn.Linear4bit)]
-    assert {layer.compute_dtype for layer in layers} == {torch.bfloat16}  # not bitsandbytes' float32
+    # not bitsandbytes' float32
+    assert {layer.compute_dtype for layer in layers} == {torch.bfloat16}
     named = nf4(bf16=True, model_init_kwargs={"dtype": "float32"}).modules()
     assert {x.compute_dtype for x in named if isinstance(x, bnb.nn.Linear4bit)} == {torch.float32}
     assert {p.dtype for p in built.parameters() if p.requires_grad} == {torch.float32}

@@ -17,7 +17,10 @@ def test_side_critic_of_shorter_completions_reads_no_mirror_image_beyond():
 @pytest.mark.parametrize("has_moments", [True, False])
 def test_critic_predicts_in_the_units_that_its_file_has(has_moments):
     head = ValueHead(8, not has_moments, torch.device("cpu"))
-    moments = {"returns": torch.tensor([4.0, 2.0, 16.0])} if has_moments else {}
+    if has_moments:
+        moments = {"returns": torch.tensor([4.0, 2.0, 16.0])}
+    else:
+        moments = {}
     head.load_saved(dict(head.state_dict()) | moments)
     assert head.is_normalized is has_moments and head.saved_moments.keys() == moments.keys()
     head.load_saved(dict(head.state_dict()) | moments | {"rewards": torch.tensor([4.0, 1.0, 1.0])})
@@ -32,11 +35,14 @@ def test_earned_is_the_mean_of_earlier_standardized_rewards():
     rewards = torch.tensor([[1.0, 3.0, 9.0, 5.0, 7.0], [5.0, 1.0, 2.0, 0.0, 0.0]])
     mask = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 0, 0]]).bool()
     earned = rewards_so_far(rewards, mask, Units(1.0, 2.0), is_known=True)
-    torch.testing.assert_close(earned, torch.tensor([[0.0, 0.0, 0.0, 0.5, 1.0], [0.0, 2.0, 1.0, 0.0, 0.0]]))
+    torch.testing.assert_close(
+        earned, torch.tensor([[0.0, 0.0, 0.0, 0.5, 1.0], [0.0, 2.0, 1.0, 0.0, 0.0]])
+    )
 
 
 def test_earned_never_depends_on_its_own_or_later_rewards():
-    rewards, mask = torch.randn(3, 6), torch.ones(3, 6, dtype=torch.bool)
+    rewards = torch.randn(3, 6)
+    mask = torch.ones(3, 6, dtype=torch.bool)
     for token in range(6):
         later = rewards.clone()
         later[:, token:] += 10 * torch.randn(3, 6 - token)
@@ -45,16 +51,24 @@ def test_earned_never_depends_on_its_own_or_later_rewards():
 
 
 def test_outliers_are_bounded_and_unknown_units_give_zero():
-    rewards, mask = torch.tensor([[1e6, 0.0, 0.0]]), torch.ones(1, 3, dtype=torch.bool)
+    rewards = torch.tensor([[1e6, 0.0, 0.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
     assert rewards_so_far(rewards, mask, Units(), is_known=True)[0, 1] == EARNED_BOUND
     assert not rewards_so_far(rewards, mask, Units(), is_known=False).any()
 
 
 @pytest.mark.parametrize("size", [64, 576, 896, 3584])
 def test_side_critic_learns_alike_at_any_width_of_the_policy(size):
-    """Returns of which a linear function of the states explains half, in five rollouts of four optimizer steps."""
+    """Returns of which a linear function of the states explains half, in five rollouts of four
+    optimizer steps."""
     generator = torch.Generator().manual_seed(0)
-    layers, latent, completions, length = (2 if size == 64 else 28), 16, 64, 8
+    if size == 64:
+        layers = 2
+    else:
+        layers = 28
+    latent = 16
+    completions = 64
+    length = 8
     torch.manual_seed(0)
     critic = SideCritic(size, size, layers, length, True, torch.device("cpu"))
     optimizer = torch.optim.Adam(critic.parameters(), lr=SideCritic.learning_rate)
@@ -65,7 +79,9 @@ def test_side_critic_learns_alike_at_any_width_of_the_policy(size):
         x = torch.randn(completions * length, latent, generator=generator)
         states = [x @ mix + 0.5 * torch.randn(len(x), size, generator=generator) for mix in mixing]
         noise = torch.randn(len(x), 1, generator=generator) * 0.5**0.5
-        return critic.read(states, torch.arange(length).repeat(completions), None), x @ worth + noise
+        return critic.read(
+            states, torch.arange(length).repeat(completions), None
+        ), x @ worth + noise
 
     def values(inputs):
         with torch.no_grad():
@@ -110,20 +126,25 @@ def begin(critic, targets, inputs, mask, all_sum=torch.clone):
         for part in inputs.split(100):
             critic(part)
     targets = targets.expand(mask.shape)[mask]
-    return critic.begin(recorded, targets, torch.ones_like(targets, dtype=torch.bool), mask.any(1).sum(), all_sum)
+    return critic.begin(
+        recorded, targets, torch.ones_like(targets, dtype=torch.bool), mask.any(1).sum(), all_sum
+    )
 
 
 def begun(critic, returns, mask, states=None):
     """Values after a first rollout with these returns."""
     targets = returns.expand(mask.shape)[mask]
     units = Units(targets.mean().item(), targets.std().item())
-    return units.values(begin(critic, units.targets(returns), inputs_of(critic, mask, states), mask))
+    return units.values(
+        begin(critic, units.targets(returns), inputs_of(critic, mask, states), mask)
+    )
 
 
 def test_new_critic_begins_with_the_mean_return_by_position():
     to_go = torch.arange(24, 0, -1.0).expand(256, 24)
     mask = torch.ones(256, 24, dtype=torch.bool)
-    critic, returns = new_one(24), to_go + torch.randn(256, 24)
+    critic = new_one(24)
+    returns = to_go + torch.randn(256, 24)
     values = begun(critic, returns, mask)
     best = to_go.var() / (to_go.var() + 1)
     assert 0.95 * best < explained_variance(values, returns[mask], mask[mask])
@@ -131,7 +152,8 @@ def test_new_critic_begins_with_the_mean_return_by_position():
 
 
 def test_fit_adds_to_the_outputs_what_it_returned():
-    critic, mask = new_one(24), torch.ones(16, 24, dtype=torch.bool)
+    critic = new_one(24)
+    mask = torch.ones(16, 24, dtype=torch.bool)
     inputs = inputs_of(critic, mask)
     added = begin(critic, torch.randn(16, 24), inputs, mask)
     with torch.no_grad():
@@ -141,7 +163,8 @@ def test_fit_adds_to_the_outputs_what_it_returned():
 def test_new_critic_tells_ends_from_what_goes_on():
     torch.manual_seed(0)
     mask = torch.ones(64, 16, dtype=torch.bool)
-    states, ends = torch.randn(64, 16, 64), torch.rand(64, 16) < 0.5
+    states = torch.randn(64, 16, 64)
+    ends = torch.rand(64, 16) < 0.5
     states[..., 0] += 3 * ends
     values = begun(new_one(16), 1 - ends.float(), mask, states)
     assert values[ends[mask]].mean() < 0.4 and values[~ends[mask]].mean() > 0.6
@@ -164,12 +187,19 @@ def test_fit_to_noise_takes_little_of_it(completions, has_score_at_end):
 def test_rollout_without_a_token_that_counts_has_no_fit():
     critic = new_one(8)
     empty = torch.zeros(4, 8, dtype=torch.bool)
-    critic.begin([torch.zeros(0, len(critic.directions()))], torch.zeros(0), empty[empty], empty.sum(), torch.clone)
+    critic.begin(
+        [torch.zeros(0, len(critic.directions()))],
+        torch.zeros(0),
+        empty[empty],
+        empty.sum(),
+        torch.clone,
+    )
     assert not critic.first_fit.any()
 
 
 def test_first_fit_stays_near_the_returns_where_no_completion_was():
-    critic, mask = new_one(1024), torch.ones(256, 100, dtype=torch.bool)
+    critic = new_one(1024)
+    mask = torch.ones(256, 100, dtype=torch.bool)
     targets = torch.linspace(2, -2, 100).expand(256, 100)
     begin(critic, targets, inputs_of(critic, mask), mask)
     with torch.no_grad():
@@ -179,14 +209,22 @@ def test_first_fit_stays_near_the_returns_where_no_completion_was():
 
 def test_first_fit_is_the_same_on_several_processes():
     mask = torch.arange(12) < torch.tensor([12, 5, 9, 1])[:, None]
-    returns, parts, states = torch.randn(4, 12), [], torch.randn(4, 12, 64)
+    returns = torch.randn(4, 12)
+    parts = []
+    states = torch.randn(4, 12, 64)
 
     def fitted(rows, all_sum):
         critic = new_one(12)
-        begin(critic, returns[rows], inputs_of(critic, mask[rows], states[rows]), mask[rows], all_sum)
+        begin(
+            critic, returns[rows], inputs_of(critic, mask[rows], states[rows]), mask[rows], all_sum
+        )
         return critic.first_fit
 
     for rows in (slice(0, 2), slice(2, 4)):
         fitted(rows, lambda x: parts.append(x) or x)
-    assert torch.equal(fitted(slice(0, 2), lambda _: sum(parts)), fitted(slice(2, 4), lambda _: sum(parts)))
-    torch.testing.assert_close(fitted(slice(0, 2), lambda _: sum(parts)), fitted(slice(0, 4), torch.clone))
+    assert torch.equal(
+        fitted(slice(0, 2), lambda _: sum(parts)), fitted(slice(2, 4), lambda _: sum(parts))
+    )
+    torch.testing.assert_close(
+        fitted(slice(0, 2), lambda _: sum(parts)), fitted(slice(0, 4), torch.clone)
+    )

@@ -39,12 +39,16 @@ def test_family_trains_samples_as_it_scores_and_is_published_whole(tmp_path, fam
     run.train()
     first, second = [log for log in run.state.log_history if "ratio/mean" in log]
     for log in (first, second):
-        assert log["ratio/mean"] == pytest.approx(1, abs=1e-5)  # of a rollout's only step, before it is taken
+        # of a rollout's only step, before it is taken
+        assert log["ratio/mean"] == pytest.approx(1, abs=1e-5)
         assert log["sampling/sampling_logp_difference/max"] < 1e-4
     assert first["approx_kl"] > 1e-4  # after the step
     expected = logits(run.model)
     run.save_model(tmp_path / "saved")
-    assert all(x.isfinite().all() for x in load_file(tmp_path / "saved" / "adapter_model.safetensors").values())
+    assert all(
+        x.isfinite().all()
+        for x in load_file(tmp_path / "saved" / "adapter_model.safetensors").values()
+    )
     base = loader.from_pretrained(tmp_path / "base")
     assert (logits(base) - expected).abs().max() > 1e-3
     torch.testing.assert_close(

@@ -42,54 +42,94 @@ def falcon():
 
 def opt():
     """Leaves out whole layers."""
-    return OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, layerdrop=0.9, dropout=0.5))
+    return OPTForCausalLM(
+        OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, layerdrop=0.9, dropout=0.5)
+    )
 
 
 def mixtral():
     """Multiplies the input of its routers by noise."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 2, "intermediate_size": 64}
-    return MixtralForCausalLM(MixtralConfig(**SIZES, **experts, router_jitter_noise=0.9, initializer_range=0.5))
+    experts = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+    }
+    return MixtralForCausalLM(
+        MixtralConfig(**SIZES, **experts, router_jitter_noise=0.9, initializer_range=0.5)
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "adapter"),
-    [(falcon, None), (opt, None), (mixtral, None), (llama, LoHaConfig(rank_dropout=0.5, target_modules=["v_proj"]))],
+    [
+        (falcon, None),
+        (opt, None),
+        (mixtral, None),
+        (llama, LoHaConfig(rank_dropout=0.5, target_modules=["v_proj"])),
+    ],
     ids=["falcon", "opt", "mixtral", "adapter"],
 )
 def test_noise_is_off_wherever_its_rate_is_kept(tmp_path, make, adapter):
     torch.manual_seed(0)
     built = load_actor_critic(make(), config(tmp_path), peft_config=adapter)
-    torch.nn.init.normal_([*built.policy_parameters().values()][-1])  # or a new adapter would change nothing
+    # or a new adapter would change nothing
+    torch.nn.init.normal_([*built.policy_parameters().values()][-1])
     sequences = Sequences.from_token_ids([[4, 5], [6]], [[7, 8, 9], [10, 11, 12]], 0, "cpu")
     scored, trained = (built.train(mode)(sequences).logprobs for mode in (False, True))
     assert torch.equal(scored, trained)
 
 
-SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "intermediate_size": 64}
-STREAMS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 32, "num_kv_shared_layers": 2}
-STREAMS |= {"laurel_rank": 4, "altup_num_inputs": 2, "intermediate_size": 64, "activation_sparsity_pattern": [0.0] * 4}
-STREAMS |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 8}
+SPARSE = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
+STREAMS = {
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 32,
+    "num_kv_shared_layers": 2,
+}
+STREAMS |= {
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+    "intermediate_size": 64,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
+STREAMS |= {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "head_dim": 8,
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
         ("phimoe", SPARSE),  # its router returns several tensors, and is a linear layer
-        ("llama4_text", SPARSE | {"head_dim": 8, "intermediate_size_mlp": 64}),  # so is this one; its trunk is unnamed
+        # so is this one; its trunk is unnamed
+        ("llama4_text", SPARSE | {"head_dim": 8, "intermediate_size_mlp": 64}),
         ("gemma3n_text", STREAMS | {"num_key_value_heads": 2}),  # its layers' states have four axes
     ],
 )
 def test_models_of_unusual_parts_score_what_they_sample(tmp_path, kind, sizes):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | sizes, pad_token_id=0))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **SIZES | sizes, pad_token_id=0)
+    )
     run = trainer(tmp_path, model, max_steps=2, num_ppo_epochs=1)
     run.train()
     first = run.state.log_history[0]
     assert (first["ratio/max"], first["kl"]) == (1, 0)
-    prompt, completion = [4, 5, 6], [7, 8, 9]
+    prompt = [4, 5, 6]
+    completion = [7, 8, 9]
     scores = run.actor_critic.eval()(Sequences.from_token_ids([prompt], [completion], 0, "cpu"))
     torch.testing.assert_close(
-        scores.logprobs[0], plain_logprobs(run.actor_critic.policy, prompt, completion), atol=1e-4, rtol=0
+        scores.logprobs[0],
+        plain_logprobs(run.actor_critic.policy, prompt, completion),
+        atol=1e-4,
+        rtol=0,
     )
 
 
@@ -104,7 +144,9 @@ def saved(tmp_path):
     llama().save_pretrained(tmp_path / "base")
     tokenizer().save_pretrained(tmp_path / "base")
     torch.manual_seed(1)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     policy = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora)
     policy.save_pretrained(tmp_path / "sft")
     return str(tmp_path / "base"), str(tmp_path / "sft"), policy(IDS).logits
@@ -133,7 +175,11 @@ def test_adapter_of_another_base_is_refused(tmp_path, saved):
     for model, adapter, message in (
         (str(tmp_path / "other"), sft, r"was trained on .*base.*pass a `PeftModel`"),
         (base, base, "has no adapter_config.json; name a saved"),
-        (AutoModelForCausalLM.from_pretrained(sft), None, r"not a `PeftModel`; pass the base and .*`peft_config`"),
+        (
+            AutoModelForCausalLM.from_pretrained(sft),
+            None,
+            r"not a `PeftModel`; pass the base and .*`peft_config`",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             trainer(tmp_path, model, peft_config=adapter)
@@ -150,14 +196,19 @@ def test_base_of_another_trainer_is_refused_until_it_is_unloaded(tmp_path):
     assert all(torch.equal(x, trained[name]) for name, x in weights(first).items())
     assert first.actor_critic.policy.unload() is base
     second = weights(trainer(tmp_path, base, critic="adapter"))
-    assert before.keys() == second.keys() and all(torch.equal(x, second[name]) for name, x in before.items())
+    assert before.keys() == second.keys() and all(
+        torch.equal(x, second[name]) for name, x in before.items()
+    )
 
 
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
         (peft.VeraConfig(r=4, target_modules=["q_proj"]), "VERA saves other tensors.*`LoraConfig`"),
-        (LoraConfig(alora_invocation_tokens=[4], task_type="CAUSAL_LM"), "`alora_invocation_tokens` must be None"),
+        (
+            LoraConfig(alora_invocation_tokens=[4], task_type="CAUSAL_LM"),
+            "`alora_invocation_tokens` must be None",
+        ),
         (LoraConfig(init_lora_weights="pissa"), "`init_lora_weights='pissa'` changes the base"),
         (peft.AdaLoraConfig(total_step=9, task_type="CAUSAL_LM"), "must not be AdaLoRA"),
         (LoraConfig(layer_replication=[[0, 2], [1, 2]]), "nor have `layer_replication`"),
@@ -177,10 +228,17 @@ def test_dropout_of_an_adapter_is_set_to_zero_with_a_line(tmp_path, caplog, monk
 
 
 def test_models_that_read_padding_are_refused(tmp_path):
-    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 32,
+        "attention_hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
     model = RwkvForCausalLM(RwkvConfig(vocab_size=32, context_length=64, **sizes))
     built = trainer(tmp_path, model, peft_config=LoraConfig(target_modules=["key", "value"]))
-    with pytest.raises(ValueError, match=r"RwkvForCausalLM does not ignore padding.*attention mask"):
+    with pytest.raises(
+        ValueError, match=r"RwkvForCausalLM does not ignore padding.*attention mask"
+    ):
         built.train()
 
 
@@ -188,29 +246,49 @@ def test_models_that_read_padding_are_refused(tmp_path):
 def test_base_with_nan_is_refused_for_its_weights(tmp_path, part):
     model = llama()
     model.get_submodule(part).weight.data[3] = torch.nan
-    with pytest.raises(ValueError, match="logits of LlamaForCausalLM must be finite, got NaN or inf; check its"):
+    with pytest.raises(
+        ValueError, match="logits of LlamaForCausalLM must be finite, got NaN or inf; check its"
+    ):
         trainer(tmp_path, model).train()
 
 
 def test_reward_model_on_the_layers_of_the_policy_is_refused(tmp_path):
-    model, classifier = llama(), llama(classifier=True)
+    model = llama()
+    classifier = llama(classifier=True)
     classifier.model = model.model
     with pytest.raises(ValueError, match="shares its layers with `model`, and freezes"):
         trainer(tmp_path, model, classifier, reward_processing_classes=tokenizer())
 
 
 def test_default_adapter_on_mamba_excludes_what_peft_refuses(tmp_path):
-    policy = load_actor_critic(MambaForCausalLM(MambaConfig(vocab_size=32, **MAMBA)), config(tmp_path)).policy
+    policy = load_actor_critic(
+        MambaForCausalLM(MambaConfig(vocab_size=32, **MAMBA)), config(tmp_path)
+    ).policy
     # of `dt_proj` only the weight is read
-    assert {name.split(".")[-4] for name, _ in policy.named_parameters() if "lora_A" in name} == {"in_proj", "x_proj"}
+    assert {name.split(".")[-4] for name, _ in policy.named_parameters() if "lora_A" in name} == {
+        "in_proj",
+        "x_proj",
+    }
 
 
 def test_default_adapter_is_on_layers_that_text_runs_through(tmp_path):
     """Not on a vision tower, which would have no gradient, an error of DDP."""
-    text = SIZES | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = SIZES | {
+        "intermediate_size": 64,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 0,
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"image_size": 28, "patch_size": 14}
-    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+    model = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    )
     built = load_actor_critic(model, config(tmp_path))
     sequences = Sequences.from_token_ids([[4, 5]], [[7, 8, 9]], 0, "cpu")
     built(sequences).logprobs.sum().backward()
@@ -226,14 +304,16 @@ def test_base_without_all_weights_raises(tmp_path, kwargs):
         llama(vocab_size=40).save_pretrained(tmp_path / "base")
         llama().config.save_pretrained(tmp_path / "base")
     with pytest.raises(
-        ValueError, match=r"must be a causal .*lack [12] weights, which would be random: .*lm_head.weight"
+        ValueError,
+        match=r"must be a causal .*lack [12] weights, which would be random: .*lm_head.weight",
     ):
         load_actor_critic(str(tmp_path / "base"), config(tmp_path, model_init_kwargs=kwargs))
 
 
 @pytest.mark.parametrize("critic", ["side", "adapter"])
 def test_critic_reads_a_last_state_of_another_width(tmp_path, critic):
-    small = OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=16, do_layer_norm_before=False)  # as in OPT-350m
+    # as in OPT-350m
+    small = OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=16, do_layer_norm_before=False)
     built = trainer(tmp_path, OPTForCausalLM(small), critic=critic, max_steps=1)
     before = weights(built)["value_head.weight"]
     built.train()
@@ -241,11 +321,16 @@ def test_critic_reads_a_last_state_of_another_width(tmp_path, critic):
 
 
 def test_liger_gets_the_base_once_and_not_its_loss(tmp_path, monkeypatch, caplog):
-    given, liger = [], ModuleType("liger_kernel.transformers")
+    given = []
+    liger = ModuleType("liger_kernel.transformers")
     liger._apply_liger_kernel_to_instance = lambda **kwargs: given.append(kwargs)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
-    args = config(tmp_path, liger_kernel_config={"rope": False, "fused_linear_cross_entropy": True}, max_steps=1)
+    args = config(
+        tmp_path,
+        liger_kernel_config={"rope": False, "fused_linear_cross_entropy": True},
+        max_steps=1,
+    )
     args.use_liger_kernel = True  # as on a GPU
     built = PPOTrainer(llama(), length_reward, args, prompts(), processing_class=tokenizer())
     built.train()

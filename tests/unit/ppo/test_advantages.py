@@ -1,4 +1,5 @@
-"""Estimators as functions over values: where the units of a critic are applied, and what they never change."""
+"""Estimators as functions over values: where the units of a critic are applied, and what they
+never change."""
 
 import numpy as np
 import pytest
@@ -7,7 +8,15 @@ import torch
 from trl_ppo_ext import ppo_math
 from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.modeling.critics import Units
-from trl_ppo_ext.ppo.advantages import Cuts, Discounts, in_units, of_critic, of_groups, of_objectives, to_go
+from trl_ppo_ext.ppo.advantages import (
+    Cuts,
+    Discounts,
+    in_units,
+    of_critic,
+    of_groups,
+    of_objectives,
+    to_go,
+)
 from trl_ppo_ext.ppo.baseline import MEMORY, Groups
 from trl_ppo_ext.ppo.math import Moments
 
@@ -53,12 +62,16 @@ def test_targets_are_returns_in_units_with_this_rollout():
 
 
 def test_new_critic_predicts_the_mean_return_of_its_first_rollout():
-    result, seen = of_critic(REWARDS, torch.zeros_like(OUTPUTS), STEPS, Moments(), True, with_lambdas(1.0))
+    result, seen = of_critic(
+        REWARDS, torch.zeros_like(OUTPUTS), STEPS, Moments(), True, with_lambdas(1.0)
+    )
     returns = monte_carlo(REWARDS)
     close(result.values[STEPS], returns[STEPS].mean().expand(int(STEPS.sum())))
     for row in range(3):  # what is subtracted is that of the others
         others = STEPS & (torch.arange(3) != row)[:, None]
-        close(result.baseline[row][STEPS[row]], returns[others].mean().expand(int(STEPS[row].sum())))
+        close(
+            result.baseline[row][STEPS[row]], returns[others].mean().expand(int(STEPS[row].sum()))
+        )
     assert seen.mean == pytest.approx(returns[STEPS].mean().item())
 
 
@@ -73,7 +86,9 @@ def test_critic_in_the_unit_of_rewards_is_left_as_it_is():
 
 
 def test_policy_and_critic_have_lambdas_of_their_own():
-    both = [plain(REWARDS, OUTPUTS, with_lambdas(*lambdas))[0] for lambdas in ((0.5, 1.0), (1.0, 0.5))]
+    both = [
+        plain(REWARDS, OUTPUTS, with_lambdas(*lambdas))[0] for lambdas in ((0.5, 1.0), (1.0, 0.5))
+    ]
     alone = {lam: plain(REWARDS, OUTPUTS, with_lambdas(lam))[0] for lam in (0.5, 1.0)}
     close(both[0].advantages, alone[0.5].advantages)
     close(both[0].returns, alone[1.0].returns)
@@ -83,15 +98,19 @@ def test_policy_and_critic_have_lambdas_of_their_own():
 
 @pytest.mark.parametrize("is_normalized", [True, False])
 def test_value_after_a_cut_stands_for_the_rest(is_normalized):
-    """A completion cut in two, with an exact value after the first part, has the returns of the whole."""
+    """A completion cut in two, with an exact value after the first part, has the returns of the
+    whole."""
     whole = torch.randn(1, 6, dtype=torch.float64)
     rest = whole[:, 4:].sum(1)
-    cut, steps = whole[:, :4], torch.ones(1, 4, dtype=torch.bool)
+    cut = whole[:, :4]
+    steps = torch.ones(1, 4, dtype=torch.bool)
     cuts = Cuts(torch.tensor([True]), Units(3.0, 2.0).targets(rest) if is_normalized else rest)
     result, after = of_critic(cut, torch.zeros_like(cut), steps, SEEN, is_normalized, cuts=cuts)
     close(result.returns, whole.flip(1).cumsum(1).flip(1)[:, :4])
     # no value enters the unit
-    assert after == pytest.approx(SEEN.add(cut.flip(1).cumsum(1).flip(1), steps, torch.clone, MEMORY))
+    assert after == pytest.approx(
+        SEEN.add(cut.flip(1).cumsum(1).flip(1), steps, torch.clone, MEMORY)
+    )
     not_cut = cuts._replace(is_cut=~cuts.is_cut)
     ended, _ = of_critic(cut, torch.zeros_like(cut), steps, SEEN, is_normalized, cuts=not_cut)
     close(ended.returns, cut.flip(1).cumsum(1).flip(1))
@@ -106,20 +125,26 @@ def test_completions_that_a_limit_cut_tell_nothing_of_a_critic():
     assert torch.equal(result.observed.any(1), ~cuts.is_cut)
     close(result.outcomes, rewards.flip(1).cumsum(1).flip(1))
     # fewer that ended tell too little
-    few, _ = of_critic(rewards, outputs, steps, SEEN, True, cuts=cuts._replace(is_cut=torch.arange(16) < 9))
+    few, _ = of_critic(
+        rewards, outputs, steps, SEEN, True, cuts=cuts._replace(is_cut=torch.arange(16) < 9)
+    )
     assert few.observed.all()
     close(few.outcomes, few.returns)
 
 
 def test_exact_critic_of_cut_episodes_is_trusted():
-    """Episodes that go on for ever: each value is what the exact critic says of the next one, and no end is seen."""
+    """Episodes that go on for ever: each value is what the exact critic says of the next one,
+    and no end is seen."""
     rewards = torch.randn(64, 8, dtype=torch.float64)
     after = torch.randn(64, dtype=torch.float64)
     exact = ppo_math.gae(rewards, 0 * rewards, rewards > -99, 0.9, 1.0, after)[1]
-    units, seen = Units(0.0, 2.0), Moments(20.0, 0.0, 80.0)
+    units = Units(0.0, 2.0)
+    seen = Moments(20.0, 0.0, 80.0)
     cuts = Cuts(torch.ones(64).bool(), units.targets(after))
     for lam in (0.8, 1.0):
-        result, _ = of_critic(rewards, units.targets(exact), rewards > -99, seen, True, Discounts(0.9, lam, 1.0), cuts)
+        result, _ = of_critic(
+            rewards, units.targets(exact), rewards > -99, seen, True, Discounts(0.9, lam, 1.0), cuts
+        )
         close(result.returns, exact)
         assert result.weights.min() > 0.99 and result.advantages.abs().max() < 0.3
 
@@ -127,12 +152,15 @@ def test_exact_critic_of_cut_episodes_is_trusted():
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("length", [32, 256, 1024])
 def test_critic_of_noise_explains_no_outcome(length, lam):
-    """Returns with λ < 1 are mostly the critic's own values, so measured by these it would seem to predict."""
+    """Returns with λ < 1 are mostly the critic's own values, so measured by these it would seem
+    to predict."""
     generator = torch.Generator().manual_seed(length)
     steps = torch.ones(64, length, dtype=torch.bool)
     scores = torch.randn(64, 1, generator=generator, dtype=torch.float64)
     rewards = torch.cat([torch.zeros(64, length - 1, dtype=torch.float64), scores], 1)
-    noise = torch.randn(64, length, generator=generator, dtype=torch.float64).cumsum(1) / length**0.5
+    noise = (
+        torch.randn(64, length, generator=generator, dtype=torch.float64).cumsum(1) / length**0.5
+    )
     result, _ = of_critic(rewards, noise, steps, Moments(), True, Discounts(1.0, lam, lam))
     close(result.outcomes, scores.expand(64, length))
     explained = ppo_math.explained_variance(result.explains, result.outcomes, steps)
@@ -146,8 +174,11 @@ def test_scaled_advantages_do_not_depend_on_the_rewards_scale_and_shift(scale, s
     rollouts = torch.randn(2, 64, 1, dtype=torch.float64)
 
     def learned(scale, shift):
-        seen, results = Moments(), []
-        for rewards, outputs in zip(rollouts, (torch.zeros(64, 1, dtype=torch.float64), rollouts[0].roll(1, 0))):
+        seen = Moments()
+        results = []
+        for rewards, outputs in zip(
+            rollouts, (torch.zeros(64, 1, dtype=torch.float64), rollouts[0].roll(1, 0))
+        ):
             result, seen = of_critic(scale * rewards + shift, outputs, steps, seen, True)
             results.append(in_units(result, seen))
         return results
@@ -160,7 +191,8 @@ def test_scaled_advantages_do_not_depend_on_the_rewards_scale_and_shift(scale, s
 
 @pytest.mark.parametrize("error", [0.1, 10.0, 1000.0])
 def test_critic_is_never_much_worse_than_a_constant(error):
-    """One that errs by any amount costs what a constant costs; one that errs little costs only its errors."""
+    """One that errs by any amount costs what a constant costs; one that errs little costs only
+    its errors."""
     returns = torch.randn(256, 1, dtype=torch.float64)
     steps = torch.ones(256, 1, dtype=torch.bool)
     outputs = returns + error * torch.randn(256, 1, dtype=torch.float64)
@@ -171,22 +203,32 @@ def test_critic_is_never_much_worse_than_a_constant(error):
 
 @pytest.mark.parametrize("lam", [0.8, 1.0])
 def test_scores_of_the_group_are_no_values(lam):
-    """Each token pays what its prompt pays, and chance: nothing that a token of a good prompt does is of merit."""
+    """Each token pays what its prompt pays, and chance: nothing that a token of a good prompt
+    does is of merit."""
     prompt = torch.tensor([0.0, 2.0]).repeat_interleave(32).double()
     rewards = prompt[:, None] + 0.1 * torch.randn(64, 20, dtype=torch.float64)
     steps = torch.ones(64, 20, dtype=torch.bool)
     clock = torch.arange(20, 0, -1).double().expand(64, 20)  # all that the critic knows
     results = [
-        of_critic(rewards, clock, steps, Moments(1.0, 0.0, 1.0), True, Discounts(1.0, lam, 1.0), groups=Groups(size))[
-            0
-        ]
+        of_critic(
+            rewards,
+            clock,
+            steps,
+            Moments(1.0, 0.0, 1.0),
+            True,
+            Discounts(1.0, lam, 1.0),
+            groups=Groups(size),
+        )[0]
         for size in (1, 4)
     ]
     without, with_group = results
     assert (with_group.advantages**2).mean() < 0.7 * (without.advantages**2).mean()
-    if lam < 1:  # as a value, 20 times what a token pays would be missing at the end; so it is subtracted afterwards
+    # as a value, 20 times what a token pays would be missing at the end; so it is subtracted
+    # afterwards
+    if lam < 1:
         shift = without.advantages - with_group.advantages
-        assert shift.std(1).max() < 0.2 * shift.mean(1).std()  # but for what it changes in the fit of the critic
+        # but for what it changes in the fit of the critic
+        assert shift.std(1).max() < 0.2 * shift.mean(1).std()
         assert with_group.weights[:, 1].min() > 0.05
 
 
@@ -199,14 +241,18 @@ def test_explained_variance_does_not_depend_on_how_far_returns_are_from_zero():
     for shift in (0.0, 1000.0):
         seen = Moments(1.0, shift, 1.0)
         result, _ = of_critic(returns + shift, values, steps, seen, True)
-        explained.append(ppo_math.explained_variance(result.explains, result.outcomes, steps).item())
+        explained.append(
+            ppo_math.explained_variance(result.explains, result.outcomes, steps).item()
+        )
     assert explained[0] > 0.4 and explained[1] == pytest.approx(explained[0], abs=1e-4)
 
 
 @pytest.mark.parametrize("completions", [2, 4, 16])
 def test_values_that_are_bootstrapped_from_charge_no_end(completions):
-    """One per token, and a critic that knows what is left: as a constant it would charge the last token with it."""
-    rewards, steps = torch.ones(completions, 10).double(), torch.ones(completions, 10, dtype=torch.bool)
+    """One per token, and a critic that knows what is left: as a constant it would charge the
+    last token with it."""
+    rewards = torch.ones(completions, 10).double()
+    steps = torch.ones(completions, 10, dtype=torch.bool)
     to_go = torch.arange(10, 0, -1).double().expand(completions, 10)
     seen = Moments(1.0, 0.0, 1.0)
     result, _ = of_critic(rewards, to_go, steps, seen, True, Discounts(1.0, 0.8, 1.0))
@@ -216,9 +262,13 @@ def test_values_that_are_bootstrapped_from_charge_no_end(completions):
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
 def test_critic_of_noise_moves_nothing_once_all_returns_are_equal(lam):
     """It has no weight, and the mean of this rollout is what all of them got."""
-    rewards, outputs = torch.zeros(64, 32), torch.randn(64, 32)
+    rewards = torch.zeros(64, 32)
+    outputs = torch.randn(64, 32)
     rewards[:, -1] = 1.0
-    steps, seen, sizes = torch.ones(64, 32, dtype=torch.bool), Moments(1000.0, 0.9, 90.0), []  # solved after 90 %
+    # solved after 90 %
+    steps = torch.ones(64, 32, dtype=torch.bool)
+    seen = Moments(1000.0, 0.9, 90.0)
+    sizes = []
     for _ in range(10):
         result, seen = of_critic(rewards, outputs, steps, seen, True, Discounts(1.0, lam, 1.0))
         assert not result.weights.any()
@@ -228,7 +278,9 @@ def test_critic_of_noise_moves_nothing_once_all_returns_are_equal(lam):
 
 
 def test_return_that_surprises_moves_the_policy_though_it_is_the_only_one_of_its_rollout():
-    steps, seen, signs = torch.ones(1, 4, dtype=torch.bool), Moments(), []
+    steps = torch.ones(1, 4, dtype=torch.bool)
+    seen = Moments()
+    signs = []
     for score in (0.0, 1.0, 1.0, 0.0):
         rewards = torch.tensor([[0.0, 0.0, 0.0, score]])
         result, seen = of_critic(rewards, torch.zeros(1, 4), steps, seen, True)
@@ -238,7 +290,8 @@ def test_return_that_surprises_moves_the_policy_though_it_is_the_only_one_of_its
 
 @pytest.mark.parametrize("size", [1.0, 1e-3])
 def test_unit_does_not_fall_below_the_rounding_of_returns(size):
-    values, mask = torch.full((8, 8), size), torch.ones(8, 8, dtype=torch.bool)
+    values = torch.full((8, 8), size)
+    mask = torch.ones(8, 8, dtype=torch.bool)
     seen = Moments().add(size * torch.randn(8, 8), mask, memory=MEMORY)
     for _ in range(300):
         seen = seen.add(values, mask, memory=MEMORY)
@@ -247,12 +300,16 @@ def test_unit_does_not_fall_below_the_rounding_of_returns(size):
 
 @pytest.mark.parametrize("length", [256, 1024])
 def test_score_at_the_end_reaches_the_first_token_within_two_rollouts(length):
-    """The first token decides between scores of 1 and -1, and the critic fits its targets perfectly."""
-    rewards, steps = torch.zeros(64, length), torch.ones(64, length, dtype=torch.bool)
+    """The first token decides between scores of 1 and -1, and the critic fits its targets
+    perfectly."""
+    rewards = torch.zeros(64, length)
+    steps = torch.ones(64, length, dtype=torch.bool)
     rewards[:, -1] = torch.tensor([1.0, -1.0]).repeat(32)
 
     def credit_after(rollouts, discounts):
-        seen, outputs, credit = Moments(), torch.zeros(64, length), []
+        seen = Moments()
+        outputs = torch.zeros(64, length)
+        credit = []
         for _ in range(rollouts):
             result, seen = of_critic(rewards, outputs, steps, seen, True, discounts)
             credit.append(result.advantages[0, 0].item())
@@ -272,13 +329,19 @@ def test_rewards_to_go_are_monte_carlo_returns():
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 def test_groups_that_span_ranks_equal_groups_of_one_process(name):
-    rewards, usable = torch.randn(4, 3), torch.tensor([True, True, True, False])
+    rewards = torch.randn(4, 3)
+    usable = torch.tensor([True, True, True, False])
     whole = of_groups(name, rewards, usable, 4).advantages
 
     def gather(own):
-        return usable if own.dtype == torch.bool else rewards.sum(1)
+        if own.dtype == torch.bool:
+            return usable
+        return rewards.sum(1)
 
-    parts = [of_groups(name, rewards[i : i + 2], usable[i : i + 2], 4, gather, i // 2).advantages for i in (0, 2)]
+    parts = [
+        of_groups(name, rewards[i : i + 2], usable[i : i + 2], 4, gather, i // 2).advantages
+        for i in (0, 2)
+    ]
     close(torch.cat(parts), whole)
     assert whole.shape == (4, 1) and whole[3] == 0
 
@@ -289,7 +352,8 @@ SCORED = ~SCORES.isnan().all(1)
 
 
 def test_objectives_are_normalized_apart_as_in_trl():
-    weights, rewards = [1.0, 0.25], SCORES.numpy()
+    weights = [1.0, 0.25]
+    rewards = SCORES.numpy()
     grouped = rewards.reshape(2, 4, 2)
     deviation = np.nanstd(grouped, axis=1, ddof=1, keepdims=True)
     each = (grouped - np.nanmean(grouped, axis=1, keepdims=True)) / (deviation + 1e-4)
@@ -298,12 +362,17 @@ def test_objectives_are_normalized_apart_as_in_trl():
     expected = np.nan_to_num((totals - np.nanmean(totals)) / (np.nanstd(totals, ddof=1) + 1e-4))
     result = of_objectives(SCORES, weights, SCORED, Groups(4)).advantages
     close(result, torch.as_tensor(expected)[:, None])
-    assert not torch.allclose(result, of_objectives(SCORES, None, SCORED, Groups(4)).advantages, atol=0.1)
+    assert not torch.allclose(
+        result, of_objectives(SCORES, None, SCORED, Groups(4)).advantages, atol=0.1
+    )
     # two rows per rank: groups span ranks
     gather = {2: SCORES, 1: SCORED}
     parts = [
         of_objectives(
-            SCORES[i : i + 2], weights, SCORED[i : i + 2], Groups(4, lambda x: gather[x.dim()], i // 2)
+            SCORES[i : i + 2],
+            weights,
+            SCORED[i : i + 2],
+            Groups(4, lambda x: gather[x.dim()], i // 2),
         ).advantages
         for i in range(0, 8, 2)
     ]
@@ -311,7 +380,8 @@ def test_objectives_are_normalized_apart_as_in_trl():
 
 
 def test_one_objective_is_grpo_whitened_over_the_batch():
-    usable = SCORED & torch.tensor([1, 1, 1, 0, 1, 1, 1, 1]).bool()  # row 3 is excluded though it has a score
+    # row 3 is excluded though it has a score
+    usable = SCORED & torch.tensor([1, 1, 1, 0, 1, 1, 1, 1]).bool()
     usable[1] = False
     result = of_objectives(SCORES[:, :1], None, usable, Groups(4)).advantages
     of_sum = of_groups("grpo", SCORES[:, :1].nan_to_num(), usable, 4).advantages[:, 0]
@@ -322,7 +392,10 @@ def test_one_objective_is_grpo_whitened_over_the_batch():
 
 def test_reinforce_has_no_baseline():
     usable = torch.tensor([True, False, True])
-    assert of_groups("reinforce", REWARDS, usable, 1).advantages[:, 0].tolist() == (REWARDS.sum(1) * usable).tolist()
+    assert (
+        of_groups("reinforce", REWARDS, usable, 1).advantages[:, 0].tolist()
+        == (REWARDS.sum(1) * usable).tolist()
+    )
 
 
 def test_units_of_targets_undo_those_of_values():

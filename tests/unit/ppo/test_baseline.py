@@ -10,7 +10,8 @@ from trl_ppo_ext.ppo.math import Moments, explained_variance, outlier
 
 
 def fitted(returns, predictors, groups=Groups(), seen=Moments(), counts=None):
-    """Baseline of one-step completions; `returns` is `[batch]` and `predictors` are `[batch, predictors]`."""
+    """Baseline of one-step completions; `returns` is `[batch]` and `predictors` are `[batch,
+    predictors]`."""
     mask = (torch.ones(len(returns), dtype=torch.bool) if counts is None else counts)[:, None]
     baseline = fit_baseline(returns[:, None], predictors[:, None], mask, seen, groups)
     return baseline.at(predictors[:, None])[:, 0], baseline
@@ -35,13 +36,17 @@ def test_weights_are_the_least_squares_of_the_other_completions():
     for row in range(40):
         others = number != row
         weights = ordinary_least_squares(x[others], returns[others])
-        errors, constant = 0.0, 0.0
+        errors = 0.0
+        constant = 0.0
         for part in range(FOLDS):
             rest = others & (number % FOLDS != part)
             tested = others & (number % FOLDS == part)
             deviations = returns[tested] - returns[rest].mean()
-            predicted = (x[tested] - x[rest].mean(0)) @ ordinary_least_squares(x[rest], returns[rest])
-            errors, constant = errors + ((deviations - predicted) ** 2).sum(), constant + (deviations**2).sum()
+            predicted = (x[tested] - x[rest].mean(0)) @ ordinary_least_squares(
+                x[rest], returns[rest]
+            )
+            errors = errors + ((deviations - predicted) ** 2).sum()
+            constant = constant + (deviations**2).sum()
         left = returns[others] - (x[others] - x[others].mean(0)) @ weights
         explained = 1 - left.var() / returns[others].var()
         trust = (1 - errors / constant) / explained
@@ -55,7 +60,9 @@ def test_weights_stay_between_zero_and_one(sign, weight):
     """A critic that is wrong in sign gets none, and values too small are not blown up."""
     returns = torch.randn(64, dtype=torch.float64)
     _, baseline = fitted(returns, sign * returns[:, None])
-    torch.testing.assert_close(baseline.weights, torch.full((64, 1), weight).double(), rtol=0, atol=0.01)
+    torch.testing.assert_close(
+        baseline.weights, torch.full((64, 1), weight).double(), rtol=0, atol=0.01
+    )
 
 
 def test_weights_at_a_bound_are_the_best_of_the_box():
@@ -67,7 +74,8 @@ def test_weights_at_a_bound_are_the_best_of_the_box():
     grid = torch.linspace(0, 1, 101).double()
     for row in (0, 17):
         others = torch.arange(64) != row
-        y, z = returns[others] - returns[others].mean(), x[others] - x[others].mean(0)
+        y = returns[others] - returns[others].mean()
+        z = x[others] - x[others].mean(0)
 
         def loss(weights, y=y, z=z):
             return ((y - z @ weights) ** 2).sum()
@@ -78,11 +86,15 @@ def test_weights_at_a_bound_are_the_best_of_the_box():
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3, 1.0, 3.0, 100.0])
-@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0])  # of the prompts' difficulty, beside chance of 1
+# of the prompts' difficulty, beside chance of 1
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0])
 def test_baseline_is_never_worse_than_the_best_of_constant_critic_and_group(noise, spread):
     torch.manual_seed(0)
-    prompts, size = 64, 8
-    difficulty = spread * torch.randn(prompts, 1, dtype=torch.float64).expand(prompts, size).flatten()
+    prompts = 64
+    size = 8
+    difficulty = (
+        spread * torch.randn(prompts, 1, dtype=torch.float64).expand(prompts, size).flatten()
+    )
     returns = difficulty + torch.randn(prompts * size, dtype=torch.float64)
     values = difficulty + noise * torch.randn(prompts * size, dtype=torch.float64)
     groups = Groups(size)
@@ -93,7 +105,8 @@ def test_baseline_is_never_worse_than_the_best_of_constant_critic_and_group(nois
 
 
 def test_groups_that_span_ranks_equal_groups_of_one_process():
-    returns, x = torch.randn(12, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
+    returns = torch.randn(12, dtype=torch.float64)
+    x = torch.randn(12, 2, dtype=torch.float64)
     whole, _ = fitted(returns, x, Groups(4))
     sums = []
     for rank in range(2):  # of two rows each, then of all
@@ -116,7 +129,8 @@ def test_mean_of_others_excludes_a_completions_own_score_and_those_that_do_not_c
     totals = torch.tensor([1.0, 2.0, 6.0, 5.0, 7.0, 0.0])
     counts = torch.tensor([True, True, True, True, False, False])
     means = means_of_others(totals, counts, Groups(3))
-    # the fourth one is alone, and has the mean of the other prompt; of those that do not count nothing is used
+    # the fourth one is alone, and has the mean of the other prompt; of those that do not count
+    # nothing is used
     assert means.tolist() == [4.0, 3.5, 1.5, 3.0, 5.0, 5.0]
 
 
@@ -140,7 +154,8 @@ def test_prediction_that_tells_nothing_has_hardly_ever_a_weight():
 
 
 def test_prediction_that_a_single_completion_speaks_for_has_no_weight():
-    """All but one return are nearly equal, as in a solved task, and a wild value is beside the other one."""
+    """All but one return are nearly equal, as in a solved task, and a wild value is beside the
+    other one."""
     torch.manual_seed(0)
     returns = 1 + 0.001 * torch.randn(64, dtype=torch.float64)
     values = 0.1 * torch.randn(64, dtype=torch.float64)
@@ -158,7 +173,8 @@ VALUES = torch.tensor([0.4, 2.0]).double()  # of a wrong critic
 
 
 def expected_gradient(prompts, counts, groups, seen):
-    """Expectation, over all actions of a rollout, of the gradient by each prompt's logit, of those that count."""
+    """Expectation, over all actions of a rollout, of the gradient by each prompt's logit, of
+    those that count."""
     total = torch.zeros(2).double()
     prompts = torch.tensor(prompts)
     for actions in itertools.product((0, 1), repeat=len(prompts)):
@@ -181,7 +197,10 @@ def expected_gradient(prompts, counts, groups, seen):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_baseline_has_no_bias(size, missing, seen):
     """The weights differ with every outcome, but never with that of the completion itself."""
-    prompts = [0, 1, 0, 1] if size == 1 else [0] * size + [1] * size + [0] * size
+    if size == 1:
+        prompts = [0, 1, 0, 1]
+    else:
+        prompts = [0] * size + [1] * size + [0] * size
     counts = torch.tensor([row != missing for row in range(len(prompts))])
     count = torch.zeros(2).double().index_add(0, torch.tensor(prompts), counts.double())
     true = count * CHANCES * (1 - CHANCES) * (REWARDS[:, 1] - REWARDS[:, 0])

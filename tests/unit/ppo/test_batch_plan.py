@@ -33,9 +33,15 @@ def test_sizes_match_a_plan_by_hand():
 
 
 def test_generations_must_divide_the_rollout():
-    with pytest.raises(ValueError, match="num_generations=5` does not divide the rollout of 48 completions") as caught:
+    with pytest.raises(
+        ValueError, match="num_generations=5` does not divide the rollout of 48 completions"
+    ) as caught:
         BatchPlan(
-            micro_batch_size=4, gradient_accumulation_steps=2, num_mini_batches=3, num_generations=5, num_processes=2
+            micro_batch_size=4,
+            gradient_accumulation_steps=2,
+            num_mini_batches=3,
+            num_generations=5,
+            num_processes=2,
         )
     message = str(caught.value)
     for number in (
@@ -48,7 +54,10 @@ def test_generations_must_divide_the_rollout():
     offered = numbers_after("use one of", message.replace(", ", " "))
     assert {4, 6} <= set(offered)  # those next to what was asked for
     for num_generations in offered:
-        assert BatchPlan(4, 2, 3, num_generations=num_generations, num_processes=2).prompts == 48 // num_generations
+        assert (
+            BatchPlan(4, 2, 3, num_generations=num_generations, num_processes=2).prompts
+            == 48 // num_generations
+        )
 
 
 GRID = list(itertools.product([1, 6, 16, 24, 96, 97], [1, 2, 3, 5], [1, 2, 3, 4], [1, 2, 3]))

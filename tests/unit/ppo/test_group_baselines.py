@@ -11,7 +11,9 @@ ALL = [grpo_advantages, dr_grpo_advantages, rloo_advantages]
 
 
 def close(actual, expected, tolerance=1e-12):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=tolerance, atol=tolerance
+    )
 
 
 def normal(*shape, seed=0):
@@ -34,7 +36,10 @@ def one_by_one(function, scores, counts, group_size):
             advantages.append(score - statistics.fmean(others))
         else:
             group = [score, *others]
-            spread = statistics.stdev(group) + 1e-4 if function is grpo_advantages else 1.0
+            if function is grpo_advantages:
+                spread = statistics.stdev(group) + 1e-4
+            else:
+                spread = 1.0
             advantages.append((score - statistics.fmean(group)) / spread)
     return advantages
 

@@ -1,4 +1,5 @@
-"""PPO's mathematics: known answers of other codebases, closed forms, reductions, recomputation by hand."""
+"""PPO's mathematics: known answers of other codebases, closed forms, reductions, recomputation
+by hand."""
 
 import json
 from pathlib import Path
@@ -38,7 +39,9 @@ MASK = torch.tensor(
 
 
 def close(actual, expected, tolerance=1e-12):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=tolerance, atol=tolerance
+    )
 
 
 def normal(*shape, seed=0):
@@ -51,7 +54,10 @@ def garbage(like, mask, seed):
 
 
 def tensors(inputs):
-    return {k: torch.tensor(v, dtype=torch.float64) if isinstance(v, list) else v for k, v in inputs.items()}
+    return {
+        k: torch.tensor(v, dtype=torch.float64) if isinstance(v, list) else v
+        for k, v in inputs.items()
+    }
 
 
 # ---- known answers ----
@@ -59,14 +65,19 @@ def tensors(inputs):
 
 def golden(function):
     cases = [(index, case) for index, case in enumerate(GOLDEN) if case["function"] == function]
-    return pytest.mark.parametrize("case", [pytest.param(case, id=f"case{index}") for index, case in cases])
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, id=f"case{index}") for index, case in cases]
+    )
 
 
 @golden("gae")
 def test_gae_agrees_with_other_codebases(case):
     advantages, returns = gae(**tensors(case["inputs"]))
     mask = torch.tensor(case["inputs"]["response_mask"]).bool()
-    for actual, expected in ((advantages, case["expected"]["advantages"]), (returns, case["expected"]["returns"])):
+    for actual, expected in (
+        (advantages, case["expected"]["advantages"]),
+        (returns, case["expected"]["returns"]),
+    ):
         close(actual[mask], torch.tensor(expected, dtype=torch.float64)[mask])
         assert not actual[~mask].any()
 
@@ -110,7 +121,9 @@ def test_whiten_agrees_with_other_codebases(case):
 
 
 def test_gae_with_lambda_per_row_equals_gae_row_by_row():
-    rewards, values, lam = normal(*MASK.shape, seed=7), normal(*MASK.shape, seed=8), torch.linspace(0, 1, len(MASK))
+    rewards = normal(*MASK.shape, seed=7)
+    values = normal(*MASK.shape, seed=8)
+    lam = torch.linspace(0, 1, len(MASK))
     together = gae(rewards, values, MASK, 0.97, lam.double())
     for row in range(len(MASK)):
         one = slice(row, row + 1)
@@ -141,14 +154,17 @@ def test_length_adaptive_lambda_counts_tokens_and_not_positions():
     mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0, 0], [0, 1, 0, 1, 1, 0, 1, 0, 1]])
     close(length_adaptive_lambda(mask.double(), 1.0), [0.8, 0.8])
     for kind in (torch.bool, torch.int64, torch.float32):
-        torch.testing.assert_close(length_adaptive_lambda(mask.to(kind), 1.0), torch.tensor([0.8, 0.8]))
+        torch.testing.assert_close(
+            length_adaptive_lambda(mask.to(kind), 1.0), torch.tensor([0.8, 0.8])
+        )
 
 
 # ---- log-probabilities of whole sequences ----
 
 
 def near_policies(seed=1):
-    """Log-probabilities, with gradients, and old ones near them: no ratio of a sequence is outside 1 ± 0.3."""
+    """Log-probabilities, with gradients, and old ones near them: no ratio of a sequence is
+    outside 1 ± 0.3."""
     old_logprobs = -normal(*MASK.shape, seed=seed).abs()
     logprobs = (old_logprobs + 0.1 * normal(*MASK.shape, seed=seed + 1)).requires_grad_()
     return logprobs, old_logprobs
@@ -181,42 +197,67 @@ def test_turns_with_numbers_need_no_token_between_them():
 
 
 def test_discounts_at_turn_ends_may_differ_within_turns():
-    turns, lam, within = torch.tensor([[1, 1, 2, 0, 3, 3], [0, 1, 2, 2, 0, 0]]), torch.tensor([3.0, 4]), torch.zeros(2)
-    assert (at_turn_ends(lam, turns, within) * turns.bool()).tolist() == [[0, 3, 3, 0, 0, 3], [0, 4, 0, 4, 0, 0]]
-    assert torch.equal(at_turn_ends(5.0, turns), torch.where(at_turn_ends(lam, turns, within) > 0, 5.0, 1.0))
+    turns = torch.tensor([[1, 1, 2, 0, 3, 3], [0, 1, 2, 2, 0, 0]])
+    lam = torch.tensor([3.0, 4])
+    within = torch.zeros(2)
+    assert (at_turn_ends(lam, turns, within) * turns.bool()).tolist() == [
+        [0, 3, 3, 0, 0, 3],
+        [0, 4, 0, 4, 0, 0],
+    ]
+    assert torch.equal(
+        at_turn_ends(5.0, turns), torch.where(at_turn_ends(lam, turns, within) > 0, 5.0, 1.0)
+    )
 
 
 def test_discounts_at_turn_ends_give_the_advantages_of_turns_less_what_later_tokens_know():
-    rewards, values, after = normal(len(MASK), 7), normal(len(MASK), 7, seed=1), normal(len(MASK), seed=2)
-    gamma, lam = 0.9 + 0 * after, normal(len(MASK), seed=3).sigmoid()
-    turns = MASK * torch.tensor([1, 1, 2, 2, 2, 3, 3])  # those of the first row have nothing between them
+    rewards = normal(len(MASK), 7)
+    values = normal(len(MASK), 7, seed=1)
+    after = normal(len(MASK), seed=2)
+    gamma = 0.9 + 0 * after
+    lam = normal(len(MASK), seed=3).sigmoid()
+    # those of the first row have nothing between them
+    turns = MASK * torch.tensor([1, 1, 2, 2, 2, 3, 3])
     starts, first = turn_starts(turns)
     earned = (rewards * MASK).cumsum(1) - rewards * MASK
     sums = torch.zeros_like(rewards).scatter_add(1, first, rewards * MASK)
     of_turns = gae(sums, values, starts, 0.9, lam, after)[0].gather(1, first)
     known = earned - earned.gather(1, first) + values - values.gather(1, first)
-    actual, _ = gae(rewards, values, MASK, at_turn_ends(gamma, turns), at_turn_ends(lam, turns), after)
+    actual, _ = gae(
+        rewards, values, MASK, at_turn_ends(gamma, turns), at_turn_ends(lam, turns), after
+    )
     close(actual, (of_turns - known) * MASK)
     close(actual[starts], of_turns[starts])
     # turns of a token, and one turn, in which nothing follows its end
     for turns, discounts in ((MASK.cumsum(1) * MASK, (0.9, lam)), (MASK, (1.0, 1.0))):
         actual, _ = gae(rewards, values, MASK, at_turn_ends(gamma, turns), at_turn_ends(lam, turns))
-        rows = slice(None) if discounts[1] is lam else [0, 1, 2, 5]  # without a hole
+        # without a hole
+        if discounts[1] is lam:
+            rows = slice(None)
+        else:
+            rows = [0, 1, 2, 5]
         close(actual[rows], gae(rewards, values, MASK, *discounts)[0][rows])
 
 
 @pytest.mark.parametrize("mode", ["token", "sequence_mean"])
 def test_sequence_ratios_have_their_closed_form_gradient(mode):
-    """∂L/∂log πₜ = −(1/|y|)·s·Â for each token of y: the tokens of a response share one ratio s and one advantage."""
+    """∂L/∂log πₜ = −(1/|y|)·s·Â for each token of y: the tokens of a response share one ratio s
+    and one advantage."""
     logprobs, old_logprobs = near_policies()
     of_sequence = normal(len(MASK), 1, seed=3)
     per_token = clipped_policy_loss(
-        sequence_logprobs(logprobs, old_logprobs, MASK), old_logprobs, of_sequence.expand(MASK.shape), 0.5, 0.5
+        sequence_logprobs(logprobs, old_logprobs, MASK),
+        old_logprobs,
+        of_sequence.expand(MASK.shape),
+        0.5,
+        0.5,
     )
     aggregate_loss(per_token, MASK, mode).backward()
     lengths = MASK.double().sum(1, keepdim=True)
     ratio = (((logprobs.detach() - old_logprobs) * MASK).sum(1, keepdim=True) / lengths).exp()
-    share = 1 / lengths.sum() if mode == "token" else 1 / (lengths * len(MASK))
+    if mode == "token":
+        share = 1 / lengths.sum()
+    else:
+        share = 1 / (lengths * len(MASK))
     close(logprobs.grad, -ratio * of_sequence * share * MASK)
 
 
@@ -236,19 +277,27 @@ def test_policy_loss_at_ratio_one_has_the_gradient_of_reinforce():
     close(logits.grad, -(advantages * MASK)[..., None] * slope / MASK.sum())
 
 
-LOG_RATIOS = torch.tensor([-3.0, -0.5, -0.15, -0.01, 0.01, 0.15, 0.25, 0.5, 1.0, 1.2, 3.0], dtype=torch.float64)
+LOG_RATIOS = torch.tensor(
+    [-3.0, -0.5, -0.15, -0.01, 0.01, 0.15, 0.25, 0.5, 1.0, 1.2, 3.0], dtype=torch.float64
+)
 
 
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
 def test_clipping_stops_the_gradient_exactly_beyond_its_range(advantage, dual_clip):
-    """ρ has to stop above 1 + 0.28 where that is rewarded, below 1 − 0.1 where it is punished, nowhere else."""
+    """ρ has to stop above 1 + 0.28 where that is rewarded, below 1 − 0.1 where it is punished,
+    nowhere else."""
     logprobs = LOG_RATIOS.clone()[None].requires_grad_()
     advantages = torch.full_like(logprobs, advantage)
-    loss = clipped_policy_loss(logprobs, torch.zeros_like(logprobs), advantages, 0.1, 0.28, dual_clip)
+    loss = clipped_policy_loss(
+        logprobs, torch.zeros_like(logprobs), advantages, 0.1, 0.28, dual_clip
+    )
     loss.sum().backward()
     ratio = LOG_RATIOS.exp()
-    dead = ratio > 1.28 if advantage > 0 else ratio < 0.9
+    if advantage > 0:
+        dead = ratio > 1.28
+    else:
+        dead = ratio < 0.9
     if dual_clip is not None and advantage < 0:
         dead |= ratio > dual_clip
     assert dead.any()
@@ -265,9 +314,12 @@ def test_policy_loss_beyond_the_clip_range_equals_its_edge():
 
 
 def test_dual_clip_bounds_only_negative_advantages():
-    log_ratios, advantages = 2 * normal(50, 20, seed=4), normal(50, 20, seed=5)
+    log_ratios = 2 * normal(50, 20, seed=4)
+    advantages = normal(50, 20, seed=5)
     plain = clipped_policy_loss(log_ratios, torch.zeros_like(log_ratios), advantages, 0.2, 0.2)
-    dual = clipped_policy_loss(log_ratios, torch.zeros_like(log_ratios), advantages, 0.2, 0.2, dual_clip=3.0)
+    dual = clipped_policy_loss(
+        log_ratios, torch.zeros_like(log_ratios), advantages, 0.2, 0.2, dual_clip=3.0
+    )
     bounded = (advantages < 0) & (log_ratios.exp() > 3)
     assert bounded.any()
     assert torch.equal(dual[~bounded], plain[~bounded])
@@ -276,8 +328,11 @@ def test_dual_clip_bounds_only_negative_advantages():
 
 
 def test_log_ratios_change_only_beyond_their_bound():
-    log_ratios = torch.tensor([[-1e4, -100.0, -21.0, -19.0, 0.0, 19.0, 21.0, 100.0, 1e4]], dtype=torch.float64)
-    logprobs, old_logprobs = log_ratios.clone().requires_grad_(), torch.zeros_like(log_ratios)
+    log_ratios = torch.tensor(
+        [[-1e4, -100.0, -21.0, -19.0, 0.0, 19.0, 21.0, 100.0, 1e4]], dtype=torch.float64
+    )
+    logprobs = log_ratios.clone().requires_grad_()
+    old_logprobs = torch.zeros_like(log_ratios)
     advantages = torch.full_like(log_ratios, -1.0)  # so that a large ratio is not clipped
     loss = clipped_policy_loss(logprobs, old_logprobs, advantages, 1.0, 0.2)
     loss.sum().backward()
@@ -292,7 +347,8 @@ def test_log_ratios_change_only_beyond_their_bound():
 
 def value_loss_and_slope(value, old, target, cliprange):
     values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
-    old_values, returns = torch.full_like(values, old), torch.full_like(values, target)
+    old_values = torch.full_like(values, old)
+    returns = torch.full_like(values, target)
     loss = clipped_value_loss(values, old_values.detach(), returns.detach(), cliprange)
     loss.sum().backward()
     return loss.item(), values.grad.item()
@@ -302,20 +358,32 @@ def value_loss_and_slope(value, old, target, cliprange):
     ("value", "old", "target", "loss", "slope"),
     [
         pytest.param(0.1, 0.0, 2.0, 0.5 * 1.9**2, -1.9, id="within the range: the squared error"),
-        pytest.param(1.0, 0.0, 2.0, 0.5 * 1.8**2, 0.0, id="moved far towards the return: held back"),
-        pytest.param(-1.0, 0.0, -2.0, 0.5 * 1.8**2, 0.0, id="moved far down towards the return: held back"),
-        pytest.param(1.0, 0.0, -1.0, 0.5 * 2.0**2, 2.0, id="moved far from the return: brought back"),
-        pytest.param(-1.0, 0.0, 1.0, 0.5 * 2.0**2, -2.0, id="moved far down from the return: brought back"),
+        pytest.param(
+            1.0, 0.0, 2.0, 0.5 * 1.8**2, 0.0, id="moved far towards the return: held back"
+        ),
+        pytest.param(
+            -1.0, 0.0, -2.0, 0.5 * 1.8**2, 0.0, id="moved far down towards the return: held back"
+        ),
+        pytest.param(
+            1.0, 0.0, -1.0, 0.5 * 2.0**2, 2.0, id="moved far from the return: brought back"
+        ),
+        pytest.param(
+            -1.0, 0.0, 1.0, 0.5 * 2.0**2, -2.0, id="moved far down from the return: brought back"
+        ),
     ],
 )
 def test_value_loss_clips_the_step_from_the_old_value(value, old, target, loss, slope):
     assert value_loss_and_slope(value, old, target, 0.2) == pytest.approx((loss, slope), abs=1e-12)
     # the same where everything is shifted: only differences matter
-    assert value_loss_and_slope(value + 5, old + 5, target + 5, 0.2) == pytest.approx((loss, slope), abs=1e-12)
+    assert value_loss_and_slope(value + 5, old + 5, target + 5, 0.2) == pytest.approx(
+        (loss, slope), abs=1e-12
+    )
 
 
 def test_value_loss_without_a_clip_range_is_half_the_squared_error():
-    values, old_values, returns = normal(4, 5, seed=1), normal(4, 5, seed=2), normal(4, 5, seed=3)
+    values = normal(4, 5, seed=1)
+    old_values = normal(4, 5, seed=2)
+    returns = normal(4, 5, seed=3)
     close(clipped_value_loss(values, old_values, returns, None), 0.5 * (values - returns) ** 2)
     wide = clipped_value_loss(values, old_values, returns, 1e6)
     close(wide, clipped_value_loss(values, old_values, returns, None))
@@ -325,7 +393,8 @@ def test_value_loss_without_a_clip_range_is_half_the_squared_error():
 
 
 def policies():
-    """Log-probabilities of two policies over nine tokens, the first with gradients to its logits."""
+    """Log-probabilities of two policies over nine tokens, the first with gradients to its
+    logits."""
     logits = normal(3, 9, seed=1).requires_grad_()
     return logits, logits.log_softmax(-1), normal(3, 9, seed=2).log_softmax(-1)
 
@@ -344,12 +413,15 @@ def test_k1_and_k3_are_unbiased(estimator):
     close(expected_estimate(policy, reference, estimator), exact_kl(policy, reference))
 
 
-@pytest.mark.parametrize(("estimator", "gradient_of"), [("k1", "nothing"), ("k2", "reverse KL"), ("k3", "forward KL")])
+@pytest.mark.parametrize(
+    ("estimator", "gradient_of"), [("k1", "nothing"), ("k2", "reverse KL"), ("k3", "forward KL")]
+)
 def test_kl_estimators_have_their_expected_gradients(estimator, gradient_of):
     logits, policy, reference = policies()
     # samples carry no gradient: the probabilities with which they come are constants
     (policy.detach().exp() * kl_estimate(policy, reference, estimator)).sum().backward()
-    p, q = policy.detach().exp(), reference.exp()
+    p = policy.detach().exp()
+    q = reference.exp()
     kl = (p * (p / q).log()).sum(-1, keepdim=True)
     expected = {
         "nothing": torch.zeros_like(p),
@@ -362,11 +434,14 @@ def test_kl_estimators_have_their_expected_gradients(estimator, gradient_of):
         "reverse KL": lambda policy: exact_kl(policy, reference).sum(),
         "forward KL": lambda policy: exact_kl(reference, policy).sum(),
     }
-    close(logits.grad, torch.autograd.grad(divergence[gradient_of](logits.log_softmax(-1)), logits)[0])
+    close(
+        logits.grad, torch.autograd.grad(divergence[gradient_of](logits.log_softmax(-1)), logits)[0]
+    )
 
 
 def test_k2_and_k3_are_zero_only_for_equal_policies():
-    logprobs, ref_logprobs = normal(20, 20, seed=1), normal(20, 20, seed=2)
+    logprobs = normal(20, 20, seed=1)
+    ref_logprobs = normal(20, 20, seed=2)
     for estimator in ("k2", "k3"):
         assert (kl_estimate(logprobs, ref_logprobs, estimator) > 0).all()
         assert not kl_estimate(logprobs, logprobs, estimator).any()
@@ -384,7 +459,8 @@ def test_k3_keeps_precision_for_nearly_equal_policies():
 
 def test_statistics_of_too_few_values_are_zero():
     x = normal(2, 3)
-    nothing, one = torch.zeros(2, 3), torch.tensor([[0, 0, 0], [0, 1, 0]])
+    nothing = torch.zeros(2, 3)
+    one = torch.tensor([[0, 0, 0], [0, 1, 0]])
     assert masked_mean(x, nothing) == 0
     assert masked_var(x, nothing) == 0
     assert masked_mean(x, one) == x[1, 1]
@@ -396,7 +472,8 @@ def test_statistics_of_too_few_values_are_zero():
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"), [("token", 18 / 4), ("sequence_mean", (12 / 3 + 6) / 2), ("sequence_sum", 18 / 2)]
+    ("mode", "expected"),
+    [("token", 18 / 4), ("sequence_mean", (12 / 3 + 6) / 2), ("sequence_sum", 18 / 2)],
 )
 def test_aggregation_by_hand(mode, expected):
     # sums 12 and 6, lengths 3 and 1; the last row has no token that counts and is no sequence
@@ -413,7 +490,10 @@ def test_aggregation_by_hand(mode, expected):
     [
         (lambda a, b: gae(a, a, b, 1.0, 1.0), ["rewards", "values", "response_mask"]),
         (lambda a, b: gae(a, b, a, 1.0, 1.0), ["rewards", "values", "response_mask"]),
-        (lambda a, b: clipped_policy_loss(a, a, b, 0.2, 0.2), ["logprobs", "old_logprobs", "advantages"]),
+        (
+            lambda a, b: clipped_policy_loss(a, a, b, 0.2, 0.2),
+            ["logprobs", "old_logprobs", "advantages"],
+        ),
         (lambda a, b: sequence_logprobs(a, b, a), ["logprobs", "old_logprobs", "response_mask"]),
         (lambda a, b: sequence_logprobs(a, a, b), ["logprobs", "old_logprobs", "response_mask"]),
         (lambda a, b: clipped_value_loss(a, b, a, 0.2), ["values", "old_values", "returns"]),
@@ -432,7 +512,8 @@ def test_broadcastable_shapes_raise(function, names):
 
 @pytest.mark.parametrize("level", [0.0, 7.3, -1e4])
 def test_equal_returns_explain_nothing(level):
-    mask, returns = torch.ones(4, 5, dtype=torch.bool), torch.full((4, 5), level)
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    returns = torch.full((4, 5), level)
     rounding = returns * (1 + 1e-7 * torch.randn(4, 5, generator=torch.Generator().manual_seed(0)))
     for targets in (returns, rounding):
         assert explained_variance(targets, targets, mask) == 0
@@ -443,18 +524,27 @@ def test_equal_returns_explain_nothing(level):
 
 @pytest.mark.parametrize("lam", [0.0, 0.8, 1.0])
 def test_final_value_is_that_of_a_state_that_pays_it(lam):
-    rewards, values, final = normal(*MASK.shape), normal(*MASK.shape, seed=1), normal(len(MASK), seed=2)
+    rewards = normal(*MASK.shape)
+    values = normal(*MASK.shape, seed=1)
+    final = normal(len(MASK), seed=2)
     actual = gae(rewards, values, MASK, 0.9, lam, final)
     with_state = [torch.cat([x, final[:, None]], 1) for x in (rewards, values)]
     expected = gae(*with_state, torch.nn.functional.pad(MASK, (0, 1), value=1), 0.9, lam)
     for one, other in zip(actual, expected):
         close(one, other[:, :-1])
-    assert all(map(torch.equal, gae(rewards, values, MASK, 0.9, lam, 0 * final), gae(rewards, values, MASK, 0.9, lam)))
+    assert all(
+        map(
+            torch.equal,
+            gae(rewards, values, MASK, 0.9, lam, 0 * final),
+            gae(rewards, values, MASK, 0.9, lam),
+        )
+    )
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.8, 1.0])
 def test_returns_of_a_cut_chain_equal_those_of_the_whole(lam):
-    rewards, mask = normal(1, 9), torch.ones(1, 9)
+    rewards = normal(1, 9)
+    mask = torch.ones(1, 9)
     _, values = gae(rewards, torch.zeros(1, 9).double(), mask, 0.9, 1.0)  # exact
     for cut in (1, 5):
         first = (x[:, :cut] for x in (rewards, values, mask))
@@ -469,5 +559,10 @@ def test_gae_takes_one_operation_per_token():
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             gae(normal(3, width), normal(3, width, seed=1), torch.ones(3, width), 1.0, 0.95)
         views = ("aten::select", "aten::as_strided")
-        counts.append(sum(event.name.startswith("aten::") and event.name not in views for event in profiler.events()))
+        counts.append(
+            sum(
+                event.name.startswith("aten::") and event.name not in views
+                for event in profiler.events()
+            )
+        )
     assert counts[1] - counts[0] == 32

@@ -15,7 +15,8 @@ def uneven_batches():
     """Values and masks of micro-batches with 5, 1 and 12 tokens that count, NaN where none does."""
     generator = torch.Generator().manual_seed(0)
     for shape, counts in (((2, 5), 5), ((1, 4), 1), ((3, 4), 12)):
-        values, mask = torch.randn(shape, generator=generator), torch.zeros(shape).flatten()
+        values = torch.randn(shape, generator=generator)
+        mask = torch.zeros(shape).flatten()
         mask[torch.randperm(mask.numel(), generator=generator)[:counts]] = 1
         mask = mask.reshape(shape)
         yield values.masked_fill(mask == 0, torch.nan), mask
@@ -30,12 +31,15 @@ def test_mean_and_extremes_of_uneven_batches_are_over_tokens():
     everything = torch.cat([values[mask.bool()] for values, mask in uneven_batches()])
     assert len(everything) == 18
     expected = {"largest": everything.max().item(), "smallest": everything.min().item()}
-    assert metrics.compute(alone, alone) == expected | {"mean": pytest.approx(everything.mean().item(), rel=1e-6)}
+    assert metrics.compute(alone, alone) == expected | {
+        "mean": pytest.approx(everything.mean().item(), rel=1e-6)
+    }
 
 
 @pytest.mark.parametrize("hidden", [torch.nan, torch.inf, -torch.inf])
 def test_masked_values_never_leak(hidden):
-    values, mask = torch.tensor([[1.0, hidden], [3.0, hidden]]), torch.tensor([[1, 0], [1, 0]])
+    values = torch.tensor([[1.0, hidden], [3.0, hidden]])
+    mask = torch.tensor([[1, 0], [1, 0]])
     for kind in (mask, mask.bool()):
         metrics = Metrics()
         metrics.mean("mean", values, kind)
@@ -45,7 +49,9 @@ def test_masked_values_never_leak(hidden):
 
 
 def test_metrics_without_values_are_omitted():
-    metrics, values, nothing = Metrics(), torch.tensor([1.0, 2.0]), torch.zeros(2)
+    metrics = Metrics()
+    values = torch.tensor([1.0, 2.0])
+    nothing = torch.zeros(2)
     metrics.mean("mean", values, nothing)
     metrics.maximum("max", values, nothing)
     metrics.minimum("min", values, nothing)
@@ -57,7 +63,8 @@ def test_metrics_without_values_are_omitted():
 
 def test_ranks_weigh_by_their_counts():
     """A rank with 3 tokens and one with 1: the mean over 4 tokens, the extremes over both."""
-    here, there = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])
+    here = torch.tensor([1.0, 2.0, 3.0])
+    there = torch.tensor([10.0])
 
     def filled(values):
         metrics = Metrics()
@@ -73,12 +80,16 @@ def test_ranks_weigh_by_their_counts():
         return lambda values: given.setdefault(kind, values)
 
     filled(there).compute(record("sum"), record("max"))  # what the other process would send
-    computed = filled(here).compute(lambda x: x + given["sum"], lambda x: torch.maximum(x, given["max"]))
+    computed = filled(here).compute(
+        lambda x: x + given["sum"], lambda x: torch.maximum(x, given["max"])
+    )
     assert computed == {"mean": 4.0, "only here": 2.0, "max": 10.0, "min": 1.0}
 
 
 def test_metrics_continue_from_a_checkpoint():
-    whole, stopped, resumed = Metrics(), Metrics(), Metrics()
+    whole = Metrics()
+    stopped = Metrics()
+    resumed = Metrics()
 
     def add(metrics, values, mask):
         metrics.mean("mean", values, mask)

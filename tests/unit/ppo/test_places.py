@@ -1,4 +1,5 @@
-"""The default λ follows where scores tell something, and explained variance does not count the clock."""
+"""The default λ follows where scores tell something, and explained variance does not count the
+clock."""
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from trl_ppo_ext.ppo.places import (
     place_numbers,
 )
 
-TURNS, TOKENS = 12, 3  # of an episode
+# of an episode
+TURNS = 12
+TOKENS = 3
 SIZES = {"episodes": 256}
 
 
 def episodes(rewards, lengths=None):
-    """Turns and scores of episodes whose turns have `TOKENS` tokens; `rewards` is `[episodes, turns]`."""
+    """Turns and scores of episodes whose turns have `TOKENS` tokens; `rewards` is `[episodes,
+    turns]`."""
     count, turns = rewards.shape
     number = torch.arange(1, turns + 1).repeat_interleave(TOKENS).expand(count, -1)
     if lengths is not None:
@@ -64,21 +68,25 @@ def test_rewards_that_come_with_turns_are_noise_for_each_other():
 
 
 def test_rewards_of_tokens_are_places_of_their_own():
-    scores, turns = torch.randn(64, 32), torch.ones(64, 32, dtype=torch.long)
+    scores = torch.randn(64, 32)
+    turns = torch.ones(64, 32, dtype=torch.long)
     assert lambdas(scores, turns, torch.ones_like(turns).bool())[0] == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("length", [12, 50, 200])
 def test_lambda_of_process_rewards_is_0_8_over_a_step_of_any_length(length):
-    turns, places = torch.ones(64, 4 * length, dtype=torch.long), torch.zeros(64, 4 * length, dtype=torch.bool)
+    turns = torch.ones(64, 4 * length, dtype=torch.long)
+    places = torch.zeros(64, 4 * length, dtype=torch.bool)
     places[:, length - 1 :: length] = True
     over_token, _ = lambdas(torch.randn(64, 4 * length) * places, turns, places)
     assert over_token**length == pytest.approx(0.8)
 
 
 def test_lambda_does_not_flip_when_the_success_rate_moves():
-    """A solved task tells nothing, so what small rewards tell then does not outweigh what was learned from."""
-    information, seen = Information(), []
+    """A solved task tells nothing, so what small rewards tell then does not outweigh what was
+    learned from."""
+    information = Information()
+    seen = []
     for rate in (0.1, 0.5, 0.9, 0.99, 1.0, 1.0, 1.0):
         rewards = 0.01 * torch.randn(256, TURNS)
         rewards[:, -1] += torch.rand(256) < rate
@@ -110,14 +118,18 @@ def test_ranks_and_batches_change_nothing():
     def record(number, others):
         def all_sum(x):
             recorded[number].append(x.clone())
-            return x + others[len(recorded[number]) - 1] if len(others) >= len(recorded[number]) else x
+            if len(others) >= len(recorded[number]):
+                return x + others[len(recorded[number]) - 1]
+            return x
 
         return all_sum
 
     for _ in range(3):  # each round knows one more reduction of the other rank
         before = [list(x) for x in recorded]
         recorded[0].clear(), recorded[1].clear()
-        parts = [Information().add(*half, record(i, before[1 - i])) for i, half in enumerate(halves)]
+        parts = [
+            Information().add(*half, record(i, before[1 - i])) for i, half in enumerate(halves)
+        ]
     assert parts[0] == pytest.approx(whole) and parts[1] == pytest.approx(whole)
 
 
@@ -133,7 +145,8 @@ def test_scores_at_tokens_of_an_environment_enter_at_the_token_sampled_before():
 def test_places_are_counted_before_each_token():
     places = torch.tensor([[0, 1, 0, 0, 1, 1]]).bool()
     assert place_numbers(places).tolist() == [[0, 0, 1, 1, 1, 2]]
-    x, mask = torch.arange(6.0)[None], torch.tensor([[1, 1, 1, 0, 1, 0]]).bool()
+    x = torch.arange(6.0)[None]
+    mask = torch.tensor([[1, 1, 1, 0, 1, 0]]).bool()
     means = means_by_number(x, place_numbers(places), mask)
     assert means[:2].tolist() == [0.5, 3.0] and means[2:].isnan().all()
 
@@ -148,7 +161,8 @@ def paid_by_turn(rewards):
 
 
 def test_clock_explains_nothing_without_the_clock():
-    """Each turn pays 1 and a little chance: time to go is most of a return, and tells nothing of an action."""
+    """Each turn pays 1 and a little chance: time to go is most of a return, and tells nothing of
+    an action."""
     returns, numbers = paid_by_turn(1 + 0.5 * torch.randn(256, TURNS))
     clock = TURNS - numbers.float()
     mask = torch.ones_like(returns).bool()
@@ -163,12 +177,16 @@ def test_clock_explains_nothing_without_the_clock():
 def test_without_places_before_the_end_nothing_is_subtracted():
     returns = torch.randn(64, 1).expand(64, 32)
     values = returns + torch.randn(64, 32)
-    numbers, mask = torch.zeros(64, 32, dtype=torch.long), torch.ones(64, 32, dtype=torch.bool)
+    numbers = torch.zeros(64, 32, dtype=torch.long)
+    mask = torch.ones(64, 32, dtype=torch.bool)
     expected = explained_variance(values, returns, mask)
-    torch.testing.assert_close(explained_without_clock(values, returns, numbers, mask).float(), expected)
+    torch.testing.assert_close(
+        explained_without_clock(values, returns, numbers, mask).float(), expected
+    )
 
 
 def test_equal_returns_are_not_explained():
-    returns, mask = torch.full((8, 8), 0.3), torch.ones(8, 8, dtype=torch.bool)
+    returns = torch.full((8, 8), 0.3)
+    mask = torch.ones(8, 8, dtype=torch.bool)
     for values in (returns, torch.randn(8, 8)):
         assert explained_without_clock(values, returns, torch.arange(8).expand(8, 8), mask) == 0

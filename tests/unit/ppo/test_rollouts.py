@@ -10,13 +10,18 @@ from trl_ppo_ext.ppo.rollouts import Rollout
 
 def everything(batch):
     """All tensors of a rollout, those of its sequences included."""
-    token_ids = {name: x for name, x in vars(batch.sequences).items() if isinstance(x, torch.Tensor)}
+    token_ids = {
+        name: x for name, x in vars(batch.sequences).items() if isinstance(x, torch.Tensor)
+    }
     return token_ids | batch.tensors
 
 
 def same(one, other):
-    one, other = everything(one), everything(other)
-    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+    one = everything(one)
+    other = everything(other)
+    return one.keys() == other.keys() and all(
+        torch.equal(x, other[name]) for name, x in one.items()
+    )
 
 
 def test_rows_keep_the_coefficient():

@@ -23,21 +23,31 @@ LOGPROBS = torch.tensor([[-1.0, -2.0, 0.0], [-0.5, -1.5, -3.0]])
 
 def compared(tmp_path, sampler_logprobs, ref_logprobs=None, dtype=torch.float32, **settings):
     filtered = {"top_p", "top_k", "min_p", "repetition_penalty"} & settings.keys()
-    settings = {"generation_backend": "vllm", "vllm_importance_sampling_correction": not filtered} | settings
+    settings = {
+        "generation_backend": "vllm",
+        "vllm_importance_sampling_correction": not filtered,
+    } | settings
     comparison = SamplerComparison(config(tmp_path, **settings), dtype, lambda x: x)
-    tokens, metrics = TokenScores(LOGPROBS, torch.ones_like(LOGPROBS), ref_logprobs=ref_logprobs), Metrics()
-    return comparison.weights(tokens, sampler_logprobs, MASK, metrics), metrics.compute(lambda x: x, lambda x: x)
+    tokens = TokenScores(LOGPROBS, torch.ones_like(LOGPROBS), ref_logprobs=ref_logprobs)
+    metrics = Metrics()
+    return comparison.weights(tokens, sampler_logprobs, MASK, metrics), metrics.compute(
+        lambda x: x, lambda x: x
+    )
 
 
 def test_differences_are_logged_over_sampled_tokens_and_weigh(tmp_path):
     away = torch.tensor([[0.002, -0.004, 9.0], [0.0, 0.0, 0.004]])
-    weights, logged = compared(tmp_path, LOGPROBS - away, vllm_importance_sampling_mode="token_truncate")
+    weights, logged = compared(
+        tmp_path, LOGPROBS - away, vllm_importance_sampling_mode="token_truncate"
+    )
     torch.testing.assert_close(weights, away.masked_fill(~MASK, 0).exp())
     assert logged["sampling/sampling_logp_difference/mean"] == pytest.approx(0.01 / 5, rel=1e-4)
     assert logged["sampling/sampling_logp_difference/max"] == pytest.approx(0.004, rel=1e-3)
     ratios = away[MASK].exp()
     share = (ratios.sum() ** 2 / (ratios**2).mean() / len(ratios) ** 2).item()
-    assert logged["sampling/importance_sampling_ratio/effective_share"] == pytest.approx(share, rel=1e-6)
+    assert logged["sampling/importance_sampling_ratio/effective_share"] == pytest.approx(
+        share, rel=1e-6
+    )
     plain, logged = compared(tmp_path, LOGPROBS - away, vllm_importance_sampling_correction=False)
     assert plain is None and not any("importance" in name for name in logged)
 
@@ -48,7 +58,11 @@ def test_token_ratios_are_the_default_of_rollouts_sampled_ahead(tmp_path):
     assert comparison.corrects
     log_ratios = torch.tensor([[0.5, -0.7, 0.0], [-0.2, 0.1, 2.0]])
     weights = comparison.weights(
-        TokenScores(log_ratios, torch.ones_like(log_ratios)), torch.zeros(2, 3), MASK, Metrics(), is_ahead=True
+        TokenScores(log_ratios, torch.ones_like(log_ratios)),
+        torch.zeros(2, 3),
+        MASK,
+        Metrics(),
+        is_ahead=True,
     )
     torch.testing.assert_close(weights, log_ratios.exp().clamp(max=3).masked_fill(~MASK, 1))
 
@@ -76,14 +90,18 @@ def test_difference_beyond_rounding_ends_the_run(tmp_path, away, dtype, settings
     if not ends:
         compared(tmp_path, LOGPROBS + away, dtype=dtype, **settings)
         return
-    with pytest.raises(SamplerError, match=r"differ by .* nats per token in this rollout.*another base .*an older"):
+    with pytest.raises(
+        SamplerError, match=r"differ by .* nats per token in this rollout.*another base .*an older"
+    ):
         compared(tmp_path, LOGPROBS + away, dtype=dtype, **settings)
 
 
 def filtered(logprobs, top_p=1.0, top_k=0, min_p=0.0):
     """Log-probs of the distribution that vLLM samples from, `[rows, vocabulary]`."""
     if min_p:
-        logprobs = logprobs.masked_fill(logprobs < logprobs.amax(-1, keepdim=True) + math.log(min_p), -math.inf)
+        logprobs = logprobs.masked_fill(
+            logprobs < logprobs.amax(-1, keepdim=True) + math.log(min_p), -math.inf
+        )
     ranked, order = logprobs.log_softmax(-1).sort(descending=True)
     if top_k:
         ranked[:, top_k:] = -math.inf
@@ -94,14 +112,23 @@ def filtered(logprobs, top_p=1.0, top_k=0, min_p=0.0):
 
 @pytest.mark.parametrize(
     "filters",
-    [{"top_p": 0.9}, {"top_p": 0.5}, {"top_k": 31}, {"top_k": 10}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 20}],
+    [
+        {"top_p": 0.9},
+        {"top_p": 0.5},
+        {"top_k": 31},
+        {"top_k": 10},
+        {"min_p": 0.1},
+        {"top_p": 0.9, "top_k": 20},
+    ],
 )
 @pytest.mark.parametrize("scale", [0.5, 1.5, 4.0])
 def test_filtered_sampler_passes_only_with_the_policys_weights(tmp_path, filters, scale):
     """Of another base, whose log-probs differ by about a nat, whatever the entropy."""
     torch.manual_seed(0)
-    logits, others = scale * torch.randn(512, 32), torch.randn(512, 32)
-    policy, mask = logits.log_softmax(-1), torch.ones(512, 1).bool()
+    logits = scale * torch.randn(512, 32)
+    others = torch.randn(512, 32)
+    policy = logits.log_softmax(-1)
+    mask = torch.ones(512, 1).bool()
     args = config(tmp_path, generation_backend="vllm", **filters)
     comparison = SamplerComparison(args, torch.float32, lambda x: x)
     for sampled_from, ends in ((policy, False), ((logits + others).log_softmax(-1), True)):
@@ -113,37 +140,53 @@ def test_filtered_sampler_passes_only_with_the_policys_weights(tmp_path, filters
                 comparison.weights(tokens, sampler.gather(-1, ids), mask, Metrics())
         else:
             comparison.weights(tokens, sampler.gather(-1, ids), mask, Metrics())
-            assert comparison._unexplained(tokens.logprobs, tokens, sampler.gather(-1, ids), mask) < 1e-6
+            assert (
+                comparison._unexplained(tokens.logprobs, tokens, sampler.gather(-1, ids), mask)
+                < 1e-6
+            )
 
 
 def test_error_says_that_the_adapter_is_not_applied(tmp_path):
     reference = LOGPROBS - 0.5
-    with pytest.raises(SamplerError, match="It sampled from the reference: the policy's adapter is not applied"):
+    with pytest.raises(
+        SamplerError, match="It sampled from the reference: the policy's adapter is not applied"
+    ):
         compared(tmp_path, reference + 0.001, reference)
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("noise, step", [(0.0, 1e-5), (0.03, 0.02), (0.03, 0.1)])
-def test_adapter_of_the_last_rollout_ends_the_run_and_the_policys_does_not(tmp_path, noise, step, is_ahead):
-    """Also if they differ by less than rounding in 16 bits; with overlap, both are a rollout older."""
+def test_adapter_of_the_last_rollout_ends_the_run_and_the_policys_does_not(
+    tmp_path, noise, step, is_ahead
+):
+    """Also if they differ by less than rounding in 16 bits; with overlap, both are a rollout
+    older."""
     torch.manual_seed(0)
     built = trainer(tmp_path).actor_critic
     args = config(tmp_path, use_vllm=True, vllm_mode="server", overlap_rollouts=is_ahead)
     comparison = SamplerComparison(args, torch.bfloat16, lambda x: x)
     ids = [[3, 5, 4], [6]] * 6, [[*range(3, 15)], [*range(6, 30)]] * 6
-    batch, rounds = Sequences.from_token_ids(*ids, 0, "cpu"), []
+    batch = Sequences.from_token_ids(*ids, 0, "cpu")
+    rounds = []
 
     def check(age):
         now = built(batch, with_entropy=True).map(torch.Tensor.detach)
         rounds.append(now.logprobs + noise * torch.randn_like(now.logprobs))
-        sampled = rounds[-1 - age] if age < len(rounds) else rounds[0]
-        comparison.check_version(built, batch, now, sampled, batch.completion_mask, is_ahead and len(rounds) > 1)
+        if age < len(rounds):
+            sampled = rounds[-1 - age]
+        else:
+            sampled = rounds[0]
+        comparison.check_version(
+            built, batch, now, sampled, batch.completion_mask, is_ahead and len(rounds) > 1
+        )
 
     for _ in range(50):
         check(int(is_ahead))
         for x in built.policy_parameters().values():
             x.data += step * torch.randn_like(x)
-    with pytest.raises(SamplerError, match=r"fit the adapter of the rollout before|samples with an older adapter"):
+    with pytest.raises(
+        SamplerError, match=r"fit the adapter of the rollout before|samples with an older adapter"
+    ):
         check(1 + is_ahead)
 
 
@@ -155,7 +198,8 @@ def test_old_adapter_must_fit_better_over_many_tokens_and_may_be_accepted(tmp_pa
     comparison = SamplerComparison(args, torch.bfloat16, lambda x: x)
     ids = [[3, 5, 4], [6]] * 4, [[*range(3, 15)], [*range(6, 30)]] * 4
     batch = Sequences.from_token_ids(*ids, 0, "cpu")
-    mask, before = batch.completion_mask, built(batch, with_entropy=True).map(torch.Tensor.detach)
+    mask = batch.completion_mask
+    before = built(batch, with_entropy=True).map(torch.Tensor.detach)
     comparison.check_version(built, batch, before, before.logprobs, mask)
     first = comparison.policies
     for x in built.policy_parameters().values():
@@ -167,7 +211,11 @@ def test_old_adapter_must_fit_better_over_many_tokens_and_may_be_accepted(tmp_pa
     sampled.flatten()[change.abs().argmax()] += 1000 * change.flatten()[change.abs().argmax()]
     comparison.check_version(built, batch, now, sampled, mask)
     comparison.policies = first
-    with pytest.raises(SamplerError, match="fit the adapter of the rollout before") if ends else nullcontext():
+    with (
+        pytest.raises(SamplerError, match="fit the adapter of the rollout before")
+        if ends
+        else nullcontext()
+    ):
         comparison.check_version(built, batch, now, before.logprobs, mask)
 
 
@@ -177,7 +225,8 @@ def test_rollout_sampled_ahead_is_compared_with_the_policy_before_its_updates(tm
     args = config(tmp_path, use_vllm=True, vllm_mode="server", overlap_rollouts=True, **limit)
     comparison = SamplerComparison(args, torch.float32, lambda x: x)
     batch = Sequences.from_token_ids([[3, 5, 4], [6]], [[*range(3, 15)], [*range(6, 30)]], 0, "cpu")
-    mask, before = batch.completion_mask, built(batch, with_entropy=True).map(torch.Tensor.detach)
+    mask = batch.completion_mask
+    before = built(batch, with_entropy=True).map(torch.Tensor.detach)
     comparison.check_version(built, batch, before, before.logprobs, mask)
     for x in built.policy_parameters().values():
         x.data += 0.3 * torch.randn_like(x)
@@ -195,11 +244,23 @@ def test_rollout_sampled_ahead_is_compared_with_the_policy_before_its_updates(tm
 
 def test_weights_multiply_the_advantages_of_a_rollout(tmp_path, monkeypatch):
     def advantages(shift, corrects):
-        settings = {"vllm_importance_sampling_correction": corrects, "vllm_max_logp_difference": 9.0}
-        args = config(tmp_path, generation_backend="vllm", vllm_importance_sampling_mode="token_truncate", **settings)
-        built, played = trainer(tmp_path, max_steps=1, seed=3), []
-        player, score_tokens = built.roles.player, rollouts_module.score_tokens
-        built.roles = replace(built.roles, sampler=SamplerComparison(args, torch.float32, lambda x: x))
+        settings = {
+            "vllm_importance_sampling_correction": corrects,
+            "vllm_max_logp_difference": 9.0,
+        }
+        args = config(
+            tmp_path,
+            generation_backend="vllm",
+            vllm_importance_sampling_mode="token_truncate",
+            **settings,
+        )
+        built = trainer(tmp_path, max_steps=1, seed=3)
+        played = []
+        player = built.roles.player
+        score_tokens = rollouts_module.score_tokens
+        built.roles = replace(
+            built.roles, sampler=SamplerComparison(args, torch.float32, lambda x: x)
+        )
         play = player.play
         player.play = lambda *given: played.append(play(*given)) or played[-1]
 
@@ -231,11 +292,17 @@ def drawn(tmp_path, **settings):
     return built, rollouts_of(built)
 
 
-MEAN, MAX = "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"
+MEAN = "sampling/sampling_logp_difference/mean"
+MAX = "sampling/sampling_logp_difference/max"
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2}, {"stop_token_ids": [*range(12, 32)]}]
+    "settings",
+    [
+        {},
+        {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2},
+        {"stop_token_ids": [*range(12, 32)]},
+    ],
 )
 def test_policy_samples_from_what_it_is_scored_by(tmp_path, caplog, settings):
     built, _ = drawn(tmp_path, **settings)

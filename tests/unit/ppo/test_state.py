@@ -36,27 +36,34 @@ def test_moments_in_parts_equal_those_of_all_values(shift):
 
 
 def test_earlier_moments_weigh_as_much_as_the_rows_of_the_memory():
-    first, second = torch.randn(4, 10), torch.randn(4, 10) + 5
+    first = torch.randn(4, 10)
+    second = torch.randn(4, 10) + 5
     moments = add(add(Moments(), first), second, memory=3)
     share = 3 * 10 / 40  # three rows of ten values, of four
     total = 40 * (1 + share)
     mean = (share * first.sum() + second.sum()) / total
     variance = (share * ((first - mean) ** 2).sum() + ((second - mean) ** 2).sum()) / total
-    assert (moments.mean, moments.unit) == pytest.approx((mean.item(), variance.sqrt().item()), rel=1e-5)
+    assert (moments.mean, moments.unit) == pytest.approx(
+        (mean.item(), variance.sqrt().item()), rel=1e-5
+    )
     few = add(add(Moments(), first), second, memory=100)
     assert few == pytest.approx(add(add(Moments(), first), second))  # no more than there was
 
 
 def test_unit_follows_returns_that_improve_quickly():
-    """A reward that rises from -300 to -60 in a rollout: its spread, not that of the rise, is the unit."""
+    """A reward that rises from -300 to -60 in a rollout: its spread, not that of the rise, is
+    the unit."""
     moments = Moments()
     for mean, spread in ((-300, 60), (-60, 20), (-30, 11), (-25, 11)):
-        moments = add(moments, mean + spread * torch.randn(64, 90), torch.ones(64, 90).bool(), memory=8)
+        moments = add(
+            moments, mean + spread * torch.randn(64, 90), torch.ones(64, 90).bool(), memory=8
+        )
     assert moments.unit < 2 * 11  # 113 with the shift between five rollouts
 
 
 def test_masked_values_never_count():
-    x, mask = torch.randn(4, 10), MASK.clone()
+    x = torch.randn(4, 10)
+    mask = MASK.clone()
     mask[:, 5:] = False
     moments = add(Moments(), torch.where(mask, x, 1e6), mask)
     assert moments.mean == pytest.approx(x[:, :5].mean().item(), abs=1e-6)
@@ -68,7 +75,8 @@ def test_moments_of_ranks_equal_those_of_one_process():
     x, other = torch.randn(2, 4, 10, dtype=torch.float64)
     whole = add(Moments(), torch.cat([x, other]), MASK.repeat(2, 1))
 
-    def all_sum(own):  # what the other rank adds: sum and counts, then squares around the shared mean
+    # what the other rank adds: sum and counts, then squares around the shared mean
+    def all_sum(own):
         counts = torch.stack([other.sum(), MASK.sum(), torch.tensor(4)])
         return own + (counts if own.ndim else ((other - whole.mean) ** 2).sum())
 
@@ -103,7 +111,9 @@ class AppleTensor(torch.Tensor):
 
 
 def test_moments_need_no_float64_on_apple_gpus():
-    x, mask = (values.as_subclass(AppleTensor) for values in (torch.tensor([1.0, 2.0, 6.0]), torch.ones(3)))
+    x, mask = (
+        values.as_subclass(AppleTensor) for values in (torch.tensor([1.0, 2.0, 6.0]), torch.ones(3))
+    )
     assert tuple(Moments().add(x, mask)) == (3.0, 3.0, 14.0)
 
 
@@ -113,7 +123,12 @@ def test_moments_need_no_float64_on_apple_gpus():
 def test_state_survives_json_bit_for_bit():
     scores, *moments = [add(Moments(), torch.randn(4, 10)) for _ in range(3)]
     state = RunState(
-        1 / 3, {"": scores, "lake": Moments()}, {}, *moments, largest_unit=1 / 3, information=Information(1 / 7, 2 / 7)
+        1 / 3,
+        {"": scores, "lake": Moments()},
+        {},
+        *moments,
+        largest_unit=1 / 3,
+        information=Information(1 / 7, 2 / 7),
     )
     assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
@@ -148,7 +163,8 @@ def test_kl_coefficient_moves_with_the_clipped_proportional_error(measured, erro
 
 
 def test_kl_coefficient_settles_at_the_target():
-    """A policy whose KL is inversely proportional to the coefficient meets the target at one coefficient only."""
+    """A policy whose KL is inversely proportional to the coefficient meets the target at one
+    coefficient only."""
     for value in (0.001, 10.0):
         for _ in range(1_000):
             value = adapt_kl_coef(value, 0.3 / value, target=6.0, horizon=2_000, completions=512)

@@ -36,7 +36,9 @@ def alone(x):
 
 
 def close(one, other, tolerance=1e-12):
-    torch.testing.assert_close(one, torch.as_tensor(other, dtype=one.dtype), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        one, torch.as_tensor(other, dtype=one.dtype), rtol=tolerance, atol=tolerance
+    )
 
 
 def gradients(loss, scores):
@@ -59,42 +61,60 @@ def loss_by_hand(scores, rollout, settings, aggregation):
         log_ratios = [sum(span) / len(span) for span in spans for _ in span]
         losses = []
         for place, log_ratio in zip(places, log_ratios):
-            ratio, advantage = log_ratio.exp(), rollout.advantages[place]
+            ratio = log_ratio.exp()
+            advantage = rollout.advantages[place]
             surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
             if "dual_clip" in settings and advantage < 0:
                 surrogate = torch.maximum(surrogate, settings["dual_clip"] * advantage)
-            value, old_value, target = scores.values[place], rollout.old_values[place], rollout.returns[place]
+            value = scores.values[place]
+            old_value = rollout.old_values[place]
+            target = rollout.returns[place]
             bound = settings.get("cliprange_value", math.inf)
             clipped = old_value + (value - old_value).clamp(-bound, bound)
             error = torch.maximum((value - target) ** 2, (clipped - target) ** 2)
             d = scores.logprobs[place] - rollout.ref_logprobs[place]
-            kls = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "exact": scores.kls[place], None: 0 * d}
+            kls = {
+                "k1": d,
+                "k2": d**2 / 2,
+                "k3": (-d).exp() - 1 + d,
+                "exact": scores.kls[place],
+                None: 0 * d,
+            }
             kl = kls[settings.get("kl_estimator")]
             bonus = 0.1 * scores.entropies[place]
-            losses.append(-surrogate + settings.get("vf_coef", 0) * error / 2 + rollout.kl_coef * kl - bonus)
+            losses.append(
+                -surrogate + settings.get("vf_coef", 0) * error / 2 + rollout.kl_coef * kl - bonus
+            )
         if losses:
             sequences.append(torch.stack(losses))
     if aggregation == "token":
         return torch.cat(sequences).mean()
-    return torch.stack([x.mean() if aggregation == "sequence_mean" else x.sum() for x in sequences]).mean()
+    return torch.stack(
+        [x.mean() if aggregation == "sequence_mean" else x.sum() for x in sequences]
+    ).mean()
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_and_gradient_equal_those_by_hand(variant, aggregation):
-    batch, settings = rollout(kl_coef=0.3), VARIANTS[variant]
-    scores, again = token_scores(batch), token_scores(batch)
+    batch = rollout(kl_coef=0.3)
+    settings = VARIANTS[variant]
+    scores = token_scores(batch)
+    again = token_scores(batch)
     loss, _ = ppo_loss(scores, batch, **CLIP, **settings, aggregation=aggregation, entropy_coef=0.1)
     expected = loss_by_hand(again, batch, settings, aggregation)
     close(loss, expected)
     for gradient, wanted in zip(gradients(loss, scores), gradients(expected, again)):
         gradient, wanted = (torch.zeros(()) if x is None else x for x in (gradient, wanted))
-        close(gradient * torch.ones_like(batch.advantages), wanted * torch.ones_like(batch.advantages))
+        close(
+            gradient * torch.ones_like(batch.advantages), wanted * torch.ones_like(batch.advantages)
+        )
 
 
 def test_loss_at_ratio_one_is_minus_the_mean_advantage():
     batch = rollout()
-    mask, tokens = batch.response_mask, batch.response_mask.sum()
+    mask = batch.response_mask
+    tokens = batch.response_mask.sum()
     scores = TokenScores(batch.old_logprobs.clone().requires_grad_())
     loss, metrics = ppo_loss(scores, batch, **CLIP)
     close(loss, -batch.advantages[mask].mean())
@@ -117,8 +137,14 @@ def test_loss_and_gradient_ignore_masked_tokens(fill):
     settings = CLIP | {"vf_coef": 0.5, "kl_estimator": "k3", "entropy_coef": 0.1}
     scores = token_scores(batch)
     loss, _ = ppo_loss(scores, batch, **settings)
-    filled = {name: x.masked_fill(~batch.response_mask, fill) for name, x in batch.tensors.items() if x.ndim > 1}
-    filled = type(batch)(batch.sequences, **(filled | {"response_mask": batch.response_mask}), kl_coef=0.3)
+    filled = {
+        name: x.masked_fill(~batch.response_mask, fill)
+        for name, x in batch.tensors.items()
+        if x.ndim > 1
+    }
+    filled = type(batch)(
+        batch.sequences, **(filled | {"response_mask": batch.response_mask}), kl_coef=0.3
+    )
     other, _ = ppo_loss(scores, filled, **settings)
     close(other, loss)
 
@@ -126,10 +152,13 @@ def test_loss_and_gradient_ignore_masked_tokens(fill):
 @pytest.mark.parametrize("sizes", [[6], [3, 3], [1, 5], [1] * 6])
 @pytest.mark.parametrize("aggregation", [*AGGREGATIONS, "constant"])
 def test_micro_batches_add_up_to_the_loss_of_their_step(aggregation, sizes):
-    batch, settings = rollout(rows=6, kl_coef=0.3), CLIP | {"vf_coef": 0.5, "kl_estimator": "k2"}
+    batch = rollout(rows=6, kl_coef=0.3)
+    settings = CLIP | {"vf_coef": 0.5, "kl_estimator": "k2"}
     settings["aggregation"] = "sequence_sum" if aggregation == "constant" else aggregation
     scores = token_scores(batch)
-    (denominator,) = loss_denominators(batch.response_mask, torch.arange(6)[None], aggregation, 7, alone)
+    (denominator,) = loss_denominators(
+        batch.response_mask, torch.arange(6)[None], aggregation, 7, alone
+    )
     whole, _ = ppo_loss(scores, batch, denominator, **settings)
     if aggregation != "constant":
         close(whole, ppo_loss(scores, batch, **settings)[0])
@@ -137,7 +166,8 @@ def test_micro_batches_add_up_to_the_loss_of_their_step(aggregation, sizes):
     for rows in torch.randperm(6, generator=torch.Generator().manual_seed(0)).split(sizes):
         part = batch.rows(rows)
         width = part.response_mask.shape[1]
-        parts.append(ppo_loss(scores.map(lambda x: x[rows, :width]), part, denominator, **settings)[0])  # noqa: B023
+        own = scores.map(lambda x, rows=rows, width=width: x[rows, :width])
+        parts.append(ppo_loss(own, part, denominator, **settings)[0])
     close(sum(parts), whole)
     for gradient, expected in zip(gradients(sum(parts), scores), gradients(whole, scores)):
         if expected is not None:
@@ -157,7 +187,9 @@ def test_metrics_by_hand():
         returns=torch.tensor([[3.0, 2.0, 1.0, 0.0]], dtype=torch.float64),
         kl_coef=1e-9,  # without a coefficient the KL is not computed
     )
-    scores = TokenScores(ratios.log(), values=torch.tensor([[1.0, 2.0, 0.0, 0.0]], dtype=torch.float64))
+    scores = TokenScores(
+        ratios.log(), values=torch.tensor([[1.0, 2.0, 0.0, 0.0]], dtype=torch.float64)
+    )
     settings = {"dual_clip": 3.0, "vf_coef": 0.1, "cliprange_value": 0.5, "kl_estimator": "k1"}
     _, metrics = ppo_loss(scores, batch, **CLIP, **settings)
     expected = {
@@ -185,7 +217,12 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]]).bool()
 
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
-    [("token", [4, 2, 5]), ("sequence_mean", [2, 1, 2]), ("sequence_sum", [2, 1, 2]), ("constant", [20, 10, 20])],
+    [
+        ("token", [4, 2, 5]),
+        ("sequence_mean", [2, 1, 2]),
+        ("sequence_sum", [2, 1, 2]),
+        ("constant", [20, 10, 20]),
+    ],
 )
 def test_denominators_count_tokens_or_completions_per_step(aggregation, expected):
     rows = torch.tensor([[0, 1], [2, 3], [3, 0]])  # of three steps
@@ -220,11 +257,19 @@ def test_updates_resume_with_minibatches_cut_otherwise_but_not_with_others(build
 
 def test_first_epoch_has_the_micro_batches_that_were_scored(build):
     """Else the first ratios would not be exactly 1; also if another role has the longest rows."""
-    updates, batch, lengths = build(), rollout(rows=8), torch.tensor([1, 3, 9, 2, 1, 40, 30, 20])
-    longer = {"critic_prompt_ids": torch.ones(8, 40, dtype=torch.long), "critic_prompt_lengths": lengths}
+    updates = build()
+    batch = rollout(rows=8)
+    lengths = torch.tensor([1, 3, 9, 2, 1, 40, 30, 20])
+    longer = {
+        "critic_prompt_ids": torch.ones(8, 40, dtype=torch.long),
+        "critic_prompt_lengths": lengths,
+    }
     batch = replace(batch, sequences=replace(batch.sequences, **longer))
     updates.start(batch, 0)
-    learned = [x.rollout.sequences.critic_prompt_lengths.tolist() for x in itertools.islice(updates.micro_batches, 4)]
+    learned = [
+        x.rollout.sequences.critic_prompt_lengths.tolist()
+        for x in itertools.islice(updates.micro_batches, 4)
+    ]
     args = replace(updates.args, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     assert learned == [lengths[rows].tolist() for rows in micro_batches(args, batch.sequences)]
 
@@ -243,8 +288,11 @@ class Policy(torch.nn.Module):
 
 def learn(updates, policy, steps=None):
     """Compute the losses of micro-batches, and if each optimizer step is taken."""
-    losses, taken = [], []
-    for number, micro_batch in enumerate(itertools.islice(updates.micro_batches, steps and 2 * steps)):
+    losses = []
+    taken = []
+    for number, micro_batch in enumerate(
+        itertools.islice(updates.micro_batches, steps and 2 * steps)
+    ):
         policy.rollout = micro_batch.rollout
         losses.append(updates.loss(policy, micro_batch))
         if number % 2:
@@ -253,7 +301,8 @@ def learn(updates, policy, steps=None):
 
 
 def test_updates_log_the_metrics_of_their_losses(build):
-    updates, batch = build(vf_coef=0.0), rollout(rows=8)
+    updates = build(vf_coef=0.0)
+    batch = rollout(rows=8)
     updates.start(batch, 0)
     losses, taken = learn(updates, Policy())
     assert taken == [True] * 6
@@ -271,7 +320,10 @@ def test_updates_log_the_metrics_of_their_losses(build):
 
 @pytest.mark.parametrize(("target", "taken"), [(None, True), (0.2, True), (0.1, False)])
 def test_updates_stop_above_target_kl(build, target, taken):
-    """A log-ratio of 0.5 is a KL of e^0.5 − 1.5 = 0.149. The first step begins at the policy that sampled."""
+    """A log-ratio of 0.5 is a KL of e^0.5 − 1.5 = 0.149.
+
+    The first step begins at the policy that sampled.
+    """
     updates = build(target_kl=target)
     updates.start(rollout(rows=8), 0)
     assert learn(updates, Policy(0.5), steps=2)[1] == [True, taken]
@@ -281,11 +333,14 @@ def test_updates_stop_above_target_kl(build, target, taken):
 
 
 class PolicyOfRows(torch.nn.Module):
-    """Policy that has made the tokens of each completion of a rollout more likely by another factor."""
+    """Policy that has made the tokens of each completion of a rollout more likely by another
+    factor."""
 
     def __init__(self, batch, log_ratios):
         super().__init__()
-        self.batch, self.log_ratios, self.scored = batch, log_ratios, []
+        self.batch = batch
+        self.log_ratios = log_ratios
+        self.scored = []
 
     def forward(self, sequences, temperature, with_values):
         width = sequences.completion_ids.shape[1]
@@ -298,7 +353,8 @@ class PolicyOfRows(torch.nn.Module):
 
 def measured(build, batch, log_ratios, plan=PLAN, **settings):
     """What is logged of a policy that has moved, and the rows that it was run on."""
-    updates, policy = build(plan, **settings), PolicyOfRows(batch, log_ratios)
+    updates = build(plan, **settings)
+    policy = PolicyOfRows(batch, log_ratios)
     updates.start(batch, 0)
     updates.measure(policy)
     return updates.metrics.compute(alone, alone), policy.scored
@@ -307,25 +363,33 @@ def measured(build, batch, log_ratios, plan=PLAN, **settings):
 @pytest.mark.parametrize("num_mini_batches", [1, 2])
 def test_measured_kl_is_that_of_the_moved_policy(build, num_mini_batches):
     """A log-ratio of 0.5 is a KL of e^0.5 − 1.5 = 0.149."""
-    plan = BatchPlan(2, gradient_accumulation_steps=4 // num_mini_batches, num_mini_batches=num_mini_batches)
+    plan = BatchPlan(
+        2, gradient_accumulation_steps=4 // num_mini_batches, num_mini_batches=num_mini_batches
+    )
     logged, scored = measured(build, rollout(rows=8), torch.full((8,), 0.5), plan)
-    assert logged == pytest.approx({"approx_kl": math.exp(0.5) - 1.5, "ratio/max": math.exp(0.5)}, rel=1e-5)
+    assert logged == pytest.approx(
+        {"approx_kl": math.exp(0.5) - 1.5, "ratio/max": math.exp(0.5)}, rel=1e-5
+    )
     assert scored == [[0, 1], [2, 3], [4, 5], [6, 7]]  # eight, in micro-batches
 
 
 def test_measured_rows_are_an_eighth_of_a_large_rollout_at_equal_distances(build):
     plan = BatchPlan(4, num_mini_batches=20)
     batch = rollout(rows=80)
-    updates, rows = build(plan), []
+    updates = build(plan)
+    rows = []
     updates.start(batch, 0)
     updates._measure_rows = lambda policy, part: rows.append(part.old_logprobs[:, 0])
     updates.measure(None)
     index = torch.arange(4, 80, 8)
-    assert [len(x) for x in rows] == [4, 4, 2] and torch.equal(torch.cat(rows), batch.old_logprobs[index, 0])
+    assert [len(x) for x in rows] == [4, 4, 2] and torch.equal(
+        torch.cat(rows), batch.old_logprobs[index, 0]
+    )
 
 
 def test_measured_rows_have_tokens_that_the_policy_learns_from(build):
-    batch, log_ratios = rollout(rows=8), torch.arange(8) / 8
+    batch = rollout(rows=8)
+    log_ratios = torch.arange(8) / 8
     policy_mask = batch.response_mask.clone()
     policy_mask[[0, 1, 2, 4]] = False
     policy_mask[3, 1:] = False  # one token of three
@@ -333,7 +397,9 @@ def test_measured_rows_have_tokens_that_the_policy_learns_from(build):
     assert scored == [[3, 3], [5, 5], [6, 6], [7, 7]]  # as many forwards as on other ranks
     kls = torch.tensor([math.exp(x / 8) - 1 - x / 8 for x in (3, 5, 6, 7)])
     counts = policy_mask[[3, 5, 6, 7]].sum(1)
-    assert logged["approx_kl"] == pytest.approx(((kls * counts).sum() / counts.sum()).item(), rel=1e-5)
+    assert logged["approx_kl"] == pytest.approx(
+        ((kls * counts).sum() / counts.sum()).item(), rel=1e-5
+    )
     assert logged["ratio/max"] == pytest.approx(math.exp(7 / 8), rel=1e-5)
 
 
@@ -344,20 +410,26 @@ def test_rank_without_a_token_runs_as_many_forwards_and_logs_no_kl(build):
     assert logged == {} and len(scored) == 4
 
 
-@pytest.mark.parametrize(("level", "log_ratio"), [("token", 0.875 + 0.8), ("sequence", 0.875 + 0.8 / 4)])
+@pytest.mark.parametrize(
+    ("level", "log_ratio"), [("token", 0.875 + 0.8), ("sequence", 0.875 + 0.8 / 4)]
+)
 def test_measured_ratio_is_that_of_the_loss(build, level, log_ratio):
     """A token of four moved by 0.8 more than the others."""
-    batch, log_ratios = rollout(rows=8, lengths=[4] * 8), torch.arange(8) / 8
+    batch = rollout(rows=8, lengths=[4] * 8)
+    log_ratios = torch.arange(8) / 8
     policy = PolicyOfRows(batch, log_ratios)
     shifted = replace(batch, old_logprobs=batch.old_logprobs - 0.8 * (torch.arange(4) == 1))
     updates = build(importance_sampling_level=level)
     updates.start(shifted, 0)
     updates.measure(policy)
-    assert updates.metrics.compute(alone, alone)["ratio/max"] == pytest.approx(math.exp(log_ratio), rel=1e-5)
+    assert updates.metrics.compute(alone, alone)["ratio/max"] == pytest.approx(
+        math.exp(log_ratio), rel=1e-5
+    )
 
 
 def test_updates_take_no_step_without_a_token(build):
-    updates, batch = build(), rollout(rows=8)
+    updates = build()
+    batch = rollout(rows=8)
     batch.response_mask[:4] = False
     updates.start(batch, 0)
     losses, taken = learn(updates, Policy(), steps=2)
@@ -366,7 +438,8 @@ def test_updates_take_no_step_without_a_token(build):
 
 
 def test_updates_without_a_token_of_the_policy_spare_it(build):
-    updates, batch = build(), rollout(rows=8)
+    updates = build()
+    batch = rollout(rows=8)
     policy_mask = batch.response_mask.clone()
     policy_mask[:4] = False
     updates.start(replace(batch, policy_mask=policy_mask), 0)
@@ -382,9 +455,11 @@ def test_updates_without_a_token_of_the_policy_spare_it(build):
 def test_policy_mask_hides_tokens_from_the_policy_only(build, aggregation):
     """Policy and critic have means of their own, over the whole optimizer step."""
     batch = rollout(rows=8, kl_coef=0.3)
-    policy_mask, scores = batch.response_mask.clone(), token_scores(batch)
+    policy_mask = batch.response_mask.clone()
+    scores = token_scores(batch)
     policy_mask[[1, 2, 6]] = False
-    masked, settings = replace(batch, policy_mask=policy_mask), {"loss_aggregation": aggregation, "vf_coef": 0.5}
+    masked = replace(batch, policy_mask=policy_mask)
+    settings = {"loss_aggregation": aggregation, "vf_coef": 0.5}
     updates = build(**settings, kl_placement="loss", kl_estimator="k2", entropy_coef=0.1)
     loss_of = partial(ppo_loss, **updates.loss_settings)
     loss, _ = loss_of(scores, masked)
@@ -399,9 +474,12 @@ def test_policy_mask_hides_tokens_from_the_policy_only(build, aggregation):
         for rows in cut(step, batch.sequences.lengths, 2):
             micro_batch = next(updates.micro_batches)
             width = micro_batch.rollout.response_mask.shape[1]
-            parts.append(updates.loss(lambda *_: scores.map(lambda x: x[rows, :width]), micro_batch))  # noqa: B023
-        close(sum(parts), loss_of(scores.map(lambda x: x[step]), masked_rows(masked, step))[0])  # noqa: B023
-    logged, tokens = updates.metrics.compute(alone, alone), batch.response_mask
+            own = scores.map(lambda x, rows=rows, width=width: x[rows, :width])
+            parts.append(updates.loss(lambda *_, own=own: own, micro_batch))
+        of_step = scores.map(lambda x, step=step: x[step])
+        close(sum(parts), loss_of(of_step, masked_rows(masked, step))[0])
+    logged = updates.metrics.compute(alone, alone)
+    tokens = batch.response_mask
     value = 0.5 * (scores.values - batch.returns) ** 2
     assert logged["loss/value"] == pytest.approx(value[tokens].mean().item(), rel=1e-5)
     assert logged["ratio/mean"] == pytest.approx(
@@ -415,15 +493,22 @@ def masked_rows(batch, rows):
 
 
 def test_value_weights_scale_the_value_loss_only():
-    batch, weights = rollout(), torch.tensor([0.5, 2.0, 1.0, 0.0])[:, None]
+    batch = rollout()
+    weights = torch.tensor([0.5, 2.0, 1.0, 0.0])[:, None]
     scores = token_scores(batch)._replace(entropies=None)
     loss, metrics = ppo_loss(scores, replace(batch, value_weights=weights), **CLIP, vf_coef=0.5)
     plain, plain_metrics = ppo_loss(scores, batch, **CLIP, vf_coef=0.5)
     close(metrics["loss/value"], weights * plain_metrics["loss/value"])
-    clipped = ppo_loss(scores, batch, **CLIP, vf_coef=0.5, cliprange_value=0.1)[1]["value/clip_ratio"]
-    weighted = ppo_loss(scores, replace(batch, value_weights=weights), **CLIP, vf_coef=0.5, cliprange_value=0.1)[1]
+    clipped = ppo_loss(scores, batch, **CLIP, vf_coef=0.5, cliprange_value=0.1)[1][
+        "value/clip_ratio"
+    ]
+    weighted = ppo_loss(
+        scores, replace(batch, value_weights=weights), **CLIP, vf_coef=0.5, cliprange_value=0.1
+    )[1]
     assert clipped.any() and torch.equal(weighted["value/clip_ratio"], weights * clipped)
-    difference = 0.5 * (metrics["loss/value"] - plain_metrics["loss/value"])[batch.response_mask].mean()
+    difference = (
+        0.5 * (metrics["loss/value"] - plain_metrics["loss/value"])[batch.response_mask].mean()
+    )
     close(loss - plain, difference)
 
 
@@ -432,5 +517,7 @@ def test_set_learning_rate_moves_parameters_to_their_own_group():
     groups = [{"params": [a, b], "weight_decay": 0.1}, {"params": [c], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     set_learning_rate(optimizer, {"b": b, "c": c}, 1e-2)
-    settings = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    settings = {
+        id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]
+    }
     assert settings == {id(a): (1e-3, 0.1), id(b): (1e-2, 0.1), id(c): (1e-2, 0.0)}

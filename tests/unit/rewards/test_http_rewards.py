@@ -54,7 +54,8 @@ def test_each_completion_is_scored(port, make):
 
 def test_slow_calls_run_concurrently(port):
     """Also those of two rewards, in a running event loop such as a notebook's."""
-    first, second = judge(port, "slow", concurrency=16), remote(port, "slow", concurrency=16)
+    first = judge(port, "slow", concurrency=16)
+    second = remote(port, "slow", concurrency=16)
     seconds = []
 
     async def notebook():
@@ -64,11 +65,13 @@ def test_slow_calls_run_concurrently(port):
         start = time.perf_counter()
         assert [scores.totals.tolist() for scores in asyncio.run(notebook())] == [[3.0] * 64] * 2
         seconds.append(time.perf_counter() - start)
-    assert 0.8 <= min(seconds) < 1.6  # four waves; faster would be more than 16 at a time, and in turn they take 25 s
+    # four waves; faster would be more than 16 at a time, and in turn they take 25 s
+    assert 0.8 <= min(seconds) < 1.6
 
 
 def test_coroutine_that_blocks_its_loop_holds_no_judge_up(port):
-    answered, asked = threading.Event(), judge(port, "ok")
+    answered = threading.Event()
+    asked = judge(port, "ok")
     score = asked.score
 
     async def scores(given):
@@ -114,11 +117,17 @@ CAUSES = {
     "silent": (2, "APITimeoutError: Request timed out.* raise timeout=0.5"),
     "half_json": (1, "ValueError: it answered in an unknown form"),
     "hangs_up": (2, "APIConnectionError: Connection error.* Check that the server runs"),
-    "floods": (1, "AnswerError: The server.s answer must have at most 16777216 bytes.* check the address"),
+    "floods": (
+        1,
+        "AnswerError: The server.s answer must have at most 16777216 bytes.* check the address",
+    ),
     "another_shape": (1, r'ValueError: it answered in an unknown form: \["hello"\]'),
 }
 JUDGED = {
-    "numberless": (1, "ValueError: its answer has no match of `pattern` .*: 'I would rather not say.'"),
+    "numberless": (
+        1,
+        "ValueError: its answer has no match of `pattern` .*: 'I would rather not say.'",
+    ),
     "nan": (1, "ValueError: its answer's score nan is outside `score_range`"),
     "cut_off": (1, "ValueError: its answer was truncated .*; raise `max_tokens`"),
     "shuts_down": (1, "ValueError: its answer was truncated .*abort"),
@@ -141,7 +150,9 @@ def test_misbehaving_server_fails_in_time_with_the_cause(port, make, mode):
     with ends_within(2.5):  # two attempts of half a second each and a wait of at most one
         errors = scored(asked, batch(["abc", "de"]))
     for error in errors:
-        with pytest.raises(RewardError, match=f"The reward `{asked.name}` at {asked.url} failed with {cause}"):
+        with pytest.raises(
+            RewardError, match=f"The reward `{asked.name}` at {asked.url} failed with {cause}"
+        ):
             raise error
     assert attempts(asked) == 2 * tries  # of two requests
 
@@ -151,8 +162,13 @@ def test_call_that_a_chat_template_refuses_fails_only_itself(port):
     asked = remote(port, "ok", concurrency=2)
     asked.tokenizer = byte_tokenizer("llama3_1")  # one call in a turn
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    turns = [[{"role": "assistant", "content": "", "tool_calls": [call] * count}] for count in [2] * 12 + [1, 1]]
-    scores = scored(asked, ScoringBatch([[{"role": "user", "content": "q"}]] * 14, turns, [[1]] * 14))
+    turns = [
+        [{"role": "assistant", "content": "", "tool_calls": [call] * count}]
+        for count in [2] * 12 + [1, 1]
+    ]
+    scores = scored(
+        asked, ScoringBatch([[{"role": "user", "content": "q"}]] * 14, turns, [[1]] * 14)
+    )
     assert all("failed with TemplateError" in str(x) for x in scores[:12])
     assert not any(isinstance(x, RewardError) for x in scores[12:])
 
@@ -166,7 +182,9 @@ def test_answer_that_drips_is_a_failure(port, monkeypatch):
 
 def test_key_over_plain_http_to_another_machine_warns(monkeypatch):
     monkeypatch.setenv("TEST_KEY", KEY)
-    with pytest.warns(UserWarning, match=r"`TEST_KEY` is sent to http://judge\.example/v1/.*, unencrypted") as seen:
+    with pytest.warns(
+        UserWarning, match=r"`TEST_KEY` is sent to http://judge\.example/v1/.*, unencrypted"
+    ) as seen:
         Judge("http://judge.example/v1", "m", "{completion}", api_key_env="TEST_KEY")
         Judge("https://judge.example/v1", "m", "{completion}", api_key_env="TEST_KEY")
         Judge("http://localhost:8000/v1", "m", "{completion}", api_key_env="TEST_KEY")
@@ -184,12 +202,21 @@ def test_closed_port_is_a_failure():
 @both
 def test_failed_request_fails_only_its_completion(port, make):
     scores = scored(make(port, "broken_for_x", max_retries=0), batch(["a", "b", "x", "d", "e"]))
-    assert [isinstance(score, RewardError) for score in scores] == [False, False, True, False, False]
+    assert [isinstance(score, RewardError) for score in scores] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_label_chooses_an_output(port):
     for label, sign in ((0, 1), (1, -1)):
-        assert scored(remote(port, "classifier-of-two", label=label), batch(["abc", ""])) == [3 * sign, 0]
+        assert scored(remote(port, "classifier-of-two", label=label), batch(["abc", ""])) == [
+            3 * sign,
+            0,
+        ]
     for label in (None, 7):
         (error,) = scored(remote(port, "classifier-of-two", label=label), batch(["abc"]))
         assert f"`label` must be one of its 2 outputs, got {label}" in str(error)
@@ -203,7 +230,9 @@ def test_classifier_gets_the_tokens_that_the_run_would_score():
     bodies = [asked._body(ScoringBatch([p], [c], [[1]]), 0) for p, c in (("w1", " w2"), chat)]
     written = [asked.tokenizer.decode(body["input"]) for body in bodies]
     expected = ["w 1   w 2<eos>", "<bos>  u s e r   w 1  <bos>  a s s i s t a n t   w 2  "]
-    assert [text.replace(" ", "") for text in written] == [text.replace(" ", "") for text in expected]
+    assert [text.replace(" ", "") for text in written] == [
+        text.replace(" ", "") for text in expected
+    ]
 
 
 def test_classifier_with_eos_as_pad_is_read_before_eos():
@@ -237,7 +266,9 @@ def test_key_is_sent_and_never_shown(port, make, monkeypatch, caplog):
     wrong = make(port, "wrong_key", api_key_env="TEST_KEY")  # the server repeats it
     (error,) = scored(wrong, batch(["abc"]))
     assert "AuthenticationError: *** (it repeats" in str(error)
-    (slow,) = scored(make(port, "limited_for_an_hour", api_key_env="TEST_KEY", timeout=0.5), batch(["abc"]))
+    (slow,) = scored(
+        make(port, "limited_for_an_hour", api_key_env="TEST_KEY", timeout=0.5), batch(["abc"])
+    )
     for shown in (repr(wrong), vars(wrong), pickle.dumps(wrong), pickle.dumps(error), caplog.text):
         assert KEY not in str(shown)
     assert caplog.text and error.__context__ is None and slow.__context__ is None
@@ -261,7 +292,9 @@ def test_parts_of_a_key_are_not_shown(port, make, how, monkeypatch):
 def test_key_that_is_a_word_hides_no_error():
     assert without_key("max_tokens cannot be empty", "EMPTY") == "max_tokens cannot be empty"
     assert without_key("max_tokens is wrong", "token") == "max_tokens is wrong"
-    assert without_key("the key s3cr3t7 is wrong", "s3cr3t7") == "*** (it repeats a part of the key)"
+    assert (
+        without_key("the key s3cr3t7 is wrong", "s3cr3t7") == "*** (it repeats a part of the key)"
+    )
     assert without_key("max_tokens is wrong", "MaxTokens1") == "*** (it repeats a part of the key)"
 
 
@@ -294,7 +327,9 @@ def test_no_request_at_a_time_is_refused():
         Judge("http://localhost:8000", "m", TEMPLATE, concurrency=0)
 
 
-@pytest.mark.parametrize("url", "https://user:hunter2@host/v1 https://host/v1?key=hunter2 ftp://host host".split())
+@pytest.mark.parametrize(
+    "url", "https://user:hunter2@host/v1 https://host/v1?key=hunter2 ftp://host host".split()
+)
 def test_url_with_secrets_or_without_a_scheme_raises(url):
     with pytest.raises(ValueError, match="`url`") as caught:
         Judge(url, "m", TEMPLATE)
@@ -311,21 +346,31 @@ def test_loopback_requests_bypass_proxies(port, monkeypatch):
 
 
 def asked_of(template, prompt, completion, **columns):
-    body = Judge("http://localhost/v1", "m", template)._body(ScoringBatch([prompt], [completion], [[1]], columns), 0)
+    body = Judge("http://localhost/v1", "m", template)._body(
+        ScoringBatch([prompt], [completion], [[1]], columns), 0
+    )
     return body["messages"][0]["content"]
 
 
 def test_inserted_text_is_not_interpreted():
-    asked = asked_of('{"a": 1} {prompt}|{completion}{target}', "{completion} {0} {", "}{prompt}{{x}}", target=[7])
+    asked = asked_of(
+        '{"a": 1} {prompt}|{completion}{target}', "{completion} {0} {", "}{prompt}{{x}}", target=[7]
+    )
     assert asked == '{"a": 1} {completion} {0} {|}{prompt}{{x}}7'
     with pytest.warns(UserWarning, match="{'answer'}, not among .*'target'"):
         assert asked_of("{answer}{completion}", "p", "c", target=[7]) == "{answer}c"
 
 
 def test_chat_messages_are_readable():
-    prompt = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    prompt = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
     asked = asked_of(TEMPLATE, prompt, [{"role": "assistant", "content": "Hello"}])
-    assert asked == "Rate what follows.\nPROMPT system: Be kind.\nuser: Hi\nCOMPLETION assistant: Hello"
+    assert (
+        asked
+        == "Rate what follows.\nPROMPT system: Be kind.\nuser: Hi\nCOMPLETION assistant: Hello"
+    )
 
 
 def test_extra_body_adds_and_removes_fields():
@@ -336,11 +381,20 @@ def test_extra_body_adds_and_removes_fields():
 
 
 def score_in(answer, **kwargs):
-    return Judge("http://localhost/v1", "m", TEMPLATE, **kwargs)._read({"choices": [{"message": {"content": answer}}]})
+    return Judge("http://localhost/v1", "m", TEMPLATE, **kwargs)._read(
+        {"choices": [{"message": {"content": answer}}]}
+    )
 
 
 def test_default_pattern_matches_the_last_score():
-    scores = {"8": 8, "Score: 8/10.": 8, "8 / 10": 8, "3 then 7.5 out of 10": 7.5, "-2.": -2, "**4**": 4}
+    scores = {
+        "8": 8,
+        "Score: 8/10.": 8,
+        "8 / 10": 8,
+        "3 then 7.5 out of 10": 7.5,
+        "-2.": -2,
+        "**4**": 4,
+    }
     assert {answer: score_in(answer) for answer in scores} == scores
     for answer in ("1,000", "1.2.3", "nan", "v2", ""):
         with pytest.raises(ValueError, match="no match"):

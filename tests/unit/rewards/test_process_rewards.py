@@ -12,17 +12,30 @@ from trl_ppo_ext import PPOTrainer, estimate_memory
 from trl_ppo_ext.rewards import ProcessReward, RewardError, ScoringBatch
 from trl_ppo_ext.rewards.process import ProcessScorer, steps_of, token_at
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def classifier(labels=2, **kwargs):
     torch.manual_seed(3)
-    settings = SIZES | {"num_labels": labels, "initializer_range": 0.3, "max_position_embeddings": 256} | kwargs
-    return LlamaForTokenClassification(LlamaConfig(vocab_size=259, pad_token_id=0, **settings)).eval()
+    settings = (
+        SIZES
+        | {"num_labels": labels, "initializer_range": 0.3, "max_position_embeddings": 256}
+        | kwargs
+    )
+    return LlamaForTokenClassification(
+        LlamaConfig(vocab_size=259, pad_token_id=0, **settings)
+    ).eval()
 
 
 def scorer(model, built, label=None, **settings):
-    return ProcessScorer(ProcessReward("prm", **settings), model, built, built, batch_size=2, label=label)
+    return ProcessScorer(
+        ProcessReward("prm", **settings), model, built, built, batch_size=2, label=label
+    )
 
 
 def batch(prompts, texts, built):
@@ -40,16 +53,24 @@ def by_hand(model, ids):
 
 TEXTS = ["a=1\nb=2\nc", "one step", "x\n\n\nyy\n"]
 STEPS = [["a=1", "b=2", "c"], ["one step"], ["x", "yy"]]
-ENDS = [[3, 7, 9], [8], [1, 7]]  # the policy's tokens, one per character: separators, or EOS for the last step
+# the policy's tokens, one per character: separators, or EOS for the last step
+ENDS = [[3, 7, 9], [8], [1, 7]]
 
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n", "<s>"])
 @pytest.mark.parametrize("conversational", [False, True])
 def test_step_is_scored_after_its_separator_and_paid_at_its_end(conversational, separator):
-    """The probability of the second label, at the last token of the separator, given the steps before it."""
-    built, model = byte_tokenizer(), classifier()
-    prompt = [{"role": "user", "content": "q"}] if conversational else "q "
-    scored = scorer(model, built, step_separator=separator, split_by="\n").score(batch([prompt] * 3, TEXTS, built))
+    """The probability of the second label, at the last token of the separator, given the steps
+    before it."""
+    built = byte_tokenizer()
+    model = classifier()
+    if conversational:
+        prompt = [{"role": "user", "content": "q"}]
+    else:
+        prompt = "q "
+    scored = scorer(model, built, step_separator=separator, split_by="\n").score(
+        batch([prompt] * 3, TEXTS, built)
+    )
     for pairs, steps, ends in zip(scored, STEPS, ENDS):
         assert [place for place, _ in pairs] == ends
         text = "q "
@@ -64,9 +85,12 @@ def test_step_is_scored_after_its_separator_and_paid_at_its_end(conversational, 
 def test_model_with_one_output_gives_its_logit_and_a_label_is_chosen():
     built = byte_tokenizer()
     ids = built("qa\n")["input_ids"]
-    one, four = classifier(1), classifier(4)
+    one = classifier(1)
+    four = classifier(4)
     samples = batch(["q"], ["a"], built)
-    assert scorer(one, built).score(samples)[0][0][1] == pytest.approx(by_hand(one, ids)[0].item(), abs=1e-5)
+    assert scorer(one, built).score(samples)[0][0][1] == pytest.approx(
+        by_hand(one, ids)[0].item(), abs=1e-5
+    )
     expected = by_hand(four, ids).softmax(-1)[3].item()
     assert scorer(four, built, label=3).score(samples)[0][0][1] == pytest.approx(expected, abs=1e-5)
     with pytest.raises(RewardError, match="has 4 labels"):
@@ -86,10 +110,14 @@ def test_completion_that_cannot_be_read_fails_by_itself():
     built = byte_tokenizer()
     short = scorer(classifier(max_position_embeddings=16), built)
     first, second = short.score(batch(["q"] * 2, ["a" * 30, "b"], built))
-    assert isinstance(first, RewardError) and "it has 32 tokens of 16; lower `max_completion_length`" in str(first)
+    assert isinstance(
+        first, RewardError
+    ) and "it has 32 tokens of 16; lower `max_completion_length`" in str(first)
     assert len(second) == 1
     turns = [[{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]]
-    (error,) = scorer(classifier(), built).score(ScoringBatch([[{"role": "user", "content": "q"}]], turns, [[5]]))
+    (error,) = scorer(classifier(), built).score(
+        ScoringBatch([[{"role": "user", "content": "q"}]], turns, [[5]])
+    )
     assert "steps are those of one turn, but the completion has 2 messages" in str(error)
 
 
@@ -114,9 +142,20 @@ def test_token_classifier_is_trained_on_by_name(given, tmp_path, caplog, monkeyp
     classifier(hidden_size=64).save_pretrained(tmp_path / "prm")
     built.save_pretrained(tmp_path / "prm")
     path = str(tmp_path / "prm")
-    rewards = path if given == "path" else ProcessReward(path, step_separator="a", name="steps")
-    chats = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"hi {n}"}] for n in range(8)]})
-    args = config(tmp_path / "run", max_steps=2, max_completion_length=12, reward_quantization="none", kl_coef=0.0)
+    if given == "path":
+        rewards = path
+    else:
+        rewards = ProcessReward(path, step_separator="a", name="steps")
+    chats = Dataset.from_dict(
+        {"prompt": [[{"role": "user", "content": f"hi {n}"}] for n in range(8)]}
+    )
+    args = config(
+        tmp_path / "run",
+        max_steps=2,
+        max_completion_length=12,
+        reward_quantization="none",
+        kl_coef=0.0,
+    )
     policy = llama(vocab_size=259, max_position_embeddings=128)
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     trainer = PPOTrainer(policy, rewards, args, chats, processing_class=built)
@@ -127,8 +166,12 @@ def test_token_classifier_is_trained_on_by_name(given, tmp_path, caplog, monkeyp
     for _, samples in rollouts:
         expected = trainer.roles.rewards[0].score(samples.batch)
         for row, pairs in enumerate(expected):
-            assert samples.scored.places[row].nonzero()[:, 0].tolist() == [place for place, _ in pairs]
-            assert samples.scored.rewards[row, 0].item() == pytest.approx(sum(x for _, x in pairs), abs=1e-5)
+            assert samples.scored.places[row].nonzero()[:, 0].tolist() == [
+                place for place, _ in pairs
+            ]
+            assert samples.scored.rewards[row, 0].item() == pytest.approx(
+                sum(x for _, x in pairs), abs=1e-5
+            )
 
 
 def test_process_model_takes_memory_in_the_estimate(tmp_path):
@@ -138,6 +181,8 @@ def test_process_model_takes_memory_in_the_estimate(tmp_path):
     args = config(tmp_path / "run", max_completion_length=12)
     sizes = []
     for rewards in (None, path, ProcessReward(path)):
-        estimate = estimate_memory(llama(max_position_embeddings=128).config, args, reward_funcs=rewards, device="cpu")
+        estimate = estimate_memory(
+            llama(max_position_embeddings=128).config, args, reward_funcs=rewards, device="cpu"
+        )
         sizes.append(sum(model.bytes for model in estimate.rewards))
     assert sizes[0] == 0 < sizes[1] == sizes[2]

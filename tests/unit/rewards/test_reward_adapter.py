@@ -31,7 +31,9 @@ def adapter(base, tmp_path):
 
 def alone(base, adapter):
     model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
-    return ClassifierReward(PeftModel.from_pretrained(model, adapter).merge_and_unload(), tokenizer())
+    return ClassifierReward(
+        PeftModel.from_pretrained(model, adapter).merge_and_unload(), tokenizer()
+    )
 
 
 def run(base, adapter, output_dir, **kwargs):
@@ -41,12 +43,16 @@ def run(base, adapter, output_dir, **kwargs):
 def test_scores_equal_the_adapter_loaded_alone_through_training(base, adapter, tmp_path):
     built = run(base, adapter, tmp_path / "run", max_steps=8)
     assert built.reward_func_names == ["polite"]
-    rollouts, expected = rollouts_of(built), alone(base, adapter)
+    rollouts = rollouts_of(built)
+    expected = alone(base, adapter)
     before = {n: p.clone() for n, p in built.actor_critic.named_parameters() if "frozen_" in n}
     built.train()
     for _, samples in rollouts:
         scores = samples.scored.totals.tolist()
-        assert scores == pytest.approx(expected.score(samples.batch), abs=1e-5) and max(scores) - min(scores) > 0.01
+        assert (
+            scores == pytest.approx(expected.score(samples.batch), abs=1e-5)
+            and max(scores) - min(scores) > 0.01
+        )
     after = dict(built.actor_critic.named_parameters())
     assert before and all(torch.equal(after[name], weight) for name, weight in before.items())
     assert not any(after[name].requires_grad for name in before)
@@ -55,7 +61,9 @@ def test_scores_equal_the_adapter_loaded_alone_through_training(base, adapter, t
 def test_policy_trains_after_reward_passes_and_saves_only_itself(base, adapter, tmp_path):
     built = run(base, adapter, tmp_path / "run")
     built.train()
-    moved = [p for n, p in built.actor_critic.named_parameters() if "lora_B" in n and p.requires_grad]
+    moved = [
+        p for n, p in built.actor_critic.named_parameters() if "lora_B" in n and p.requires_grad
+    ]
     assert moved and all(p.any() for p in moved)
     built.save_model()
     saved = load_file(tmp_path / "run" / "adapter_model.safetensors")
@@ -77,7 +85,11 @@ def test_memory_grows_only_by_the_adapter(tmp_path):
         return sum(p.numel() * p.element_size() for p in built.actor_critic.parameters())
 
     without = size(lambda **kwargs: [], "without")
-    assert without < size(RewardAdapter(str(tmp_path / "reward"), check_base=False), "with") < 1.05 * without
+    assert (
+        without
+        < size(RewardAdapter(str(tmp_path / "reward"), check_base=False), "with")
+        < 1.05 * without
+    )
 
 
 def edit_config(path, **fields):
@@ -98,7 +110,9 @@ def other_tokenizer(path):
 
 def no_head(path):
     weights = load_file(f"{path}/adapter_model.safetensors")
-    save_file({k: x for k, x in weights.items() if "score" not in k}, f"{path}/adapter_model.safetensors")
+    save_file(
+        {k: x for k, x in weights.items() if "score" not in k}, f"{path}/adapter_model.safetensors"
+    )
 
 
 def other_shapes(path):
@@ -114,7 +128,10 @@ def other_shapes(path):
         (other_base, "was trained on 'somebody/else', the policy's base is"),
         (other_tokenizer, r"another tokenizer \(31 tokens\) than the policy's \(32 tokens\)"),
         (no_head, "has no score head"),
-        (other_shapes, r"does not fit the policy's base: `.*lora_A.weight` is \(4, 63\), the model has \(4, 64\)"),
+        (
+            other_shapes,
+            r"does not fit the policy's base: `.*lora_A.weight` is \(4, 63\), the model has \(4, 64\)",
+        ),
     ],
 )
 def test_adapter_that_does_not_fit_raises_its_name(base, adapter, tmp_path, damage, message):
@@ -125,10 +142,13 @@ def test_adapter_that_does_not_fit_raises_its_name(base, adapter, tmp_path, dama
 
 @pytest.mark.parametrize("pad", ["<eos>", "<pad>"])
 def test_adapter_is_read_where_its_trainer_read_it(base, tmp_path, pad):
-    """Before the pad token of the tokenizer that was saved with it: with pad = EOS that is the token before EOS."""
+    """Before the pad token of the tokenizer that was saved with it: with pad = EOS that is the
+    token before EOS."""
     torch.manual_seed(5)
     model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")).eval()
+    model = get_peft_model(
+        model, LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")
+    ).eval()
     own = tokenizer()
     own.pad_token = pad
     model.config.pad_token_id = own.pad_token_id

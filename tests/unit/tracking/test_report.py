@@ -1,4 +1,5 @@
-"""The report reads every kind of log, draws every metric, and shows what a model wrote as text only."""
+"""The report reads every kind of log, draws every metric, and shows what a model wrote as text
+only."""
 
 import json
 import os
@@ -15,22 +16,36 @@ from trl_ppo_ext.tracking.reading import RUN_LOG, read_run
 from trl_ppo_ext.tracking.report import MOST_SHEETS, NOT_DRAWN, write_report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SCRIPT = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\"><!-- "
+SCRIPT = (
+    "</script><script>document.title = 'owned'</script><img src=x "
+    "onerror=\"document.title='owned'\"><!-- "
+)
 # what a run of any kind logs, so that a report has all its plots
 LOGGED = (
-    "loss grad_norm learning_rate reward reward_std objective rewards/a/mean rewards/a/std rewards/b/mean "
-    "rewards/b/std monitor/judge/mean monitor/judge/gap kl kl_per_completion kl_coef entropy "
-    "completions/mean_length completions/min_length completions/max_length completions/clipped_ratio "
-    "completions/mean_terminated_length completions/repeated_ratio reward/length_correlation loss/policy loss/value "
-    "ratio/mean ratio/max value/explained_variance value/clip_ratio value/grad_norm approx_kl stopped_early "
-    "clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean "
-    "time/generate time/score time/forward time/update tokens_per_second"
+    "loss grad_norm learning_rate reward reward_std objective rewards/a/mean rewards/a/std "
+    "rewards/b/mean rewards/b/std monitor/judge/mean monitor/judge/gap kl kl_per_completion "
+    "kl_coef entropy completions/mean_length completions/min_length completions/max_length "
+    "completions/clipped_ratio completions/mean_terminated_length completions/repeated_ratio "
+    "reward/length_correlation loss/policy loss/value ratio/mean ratio/max "
+    "value/explained_variance value/clip_ratio value/grad_norm approx_kl stopped_early "
+    "clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean time/generate time/score "
+    "time/forward time/update tokens_per_second"
 ).split()
 
 
 def begin(step=0, **kwargs):
-    names = {"model": "base", "rewards": ["a", "b"], "monitors": ["judge"], "max_steps": 1000, "changed": []}
-    names |= {"plan": {"optimizer_steps": 1, "completions": 8}, "trainer_config": {}, "environment": {}}
+    names = {
+        "model": "base",
+        "rewards": ["a", "b"],
+        "monitors": ["judge"],
+        "max_steps": 1000,
+        "changed": [],
+    }
+    names |= {
+        "plan": {"optimizer_steps": 1, "completions": 8},
+        "trainer_config": {},
+        "environment": {},
+    }
     return {"kind": "run", "time": 1.0, "step": step, "config": {"kl_coef": 0.05}} | names | kwargs
 
 
@@ -47,8 +62,19 @@ def turn(role, text, reward=None, value=None, advantage=None):
 
 
 def row(completion="yes", prompt="why", score=0.5):
-    scores = {"score": score, "rewards": {"a": 1.0, "b": 0.0}, "monitors": {"judge": None}, "kl": 0.1}
-    return scores | {"prompt": prompt, "turns": [turn("", completion, score)], "tokens": 3, "ended": True, "extra": {}}
+    scores = {
+        "score": score,
+        "rewards": {"a": 1.0, "b": 0.0},
+        "monitors": {"judge": None},
+        "kl": 0.1,
+    }
+    return scores | {
+        "prompt": prompt,
+        "turns": [turn("", completion, score)],
+        "tokens": 3,
+        "ended": True,
+        "extra": {},
+    }
 
 
 def write(directory, *entries, tail=""):
@@ -58,7 +84,8 @@ def write(directory, *entries, tail=""):
 
 
 def long_run(directory, steps=1000, **kwargs):
-    """A run with every metric at every step, and as many completions as a run writes, all of the longest."""
+    """A run with every metric at every step, and as many completions as a run writes, all of the
+    longest."""
     draw = random.Random(0)
     entries = [begin(max_steps=steps, **kwargs)]
     for step in range(1, steps + 1):
@@ -76,7 +103,9 @@ def test_cut_lines_are_skipped(tmp_path):
     """By a run that was killed while it wrote, or that is writing now."""
     run = write(tmp_path / "run", begin(), metrics(1, reward=1.0), tail='{"cut": \n')
     with open(run / RUN_LOG, "a") as file:
-        file.write(json.dumps(metrics(2, reward=2.0)) + "\n" + json.dumps(metrics(3, reward=3.0))[:-9])
+        file.write(
+            json.dumps(metrics(2, reward=2.0)) + "\n" + json.dumps(metrics(3, reward=3.0))[:-9]
+        )
     assert read_run(run).curves["reward"].values.tolist() == [1.0, 2.0]
 
 
@@ -86,15 +115,20 @@ def test_steps_after_a_resume_replace_earlier_ones(tmp_path):
     sheets_before = [completions(5, [row("kept")]), completions(8, [row("gone")])]
     read = read_run(write(tmp_path / "run", begin(), *first, *sheets_before, begin(5), *again))
     assert read.curves["reward"].to_dict() == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 60, 7: 70}
-    assert read.curves["loss"].index.tolist() == [1, 2, 3, 4, 5]  # what lay after the resume is gone altogether
+    # what lay after the resume is gone altogether
+    assert read.curves["loss"].index.tolist() == [1, 2, 3, 4, 5]
     assert [sheet.rows[0]["turns"][0]["text"] for sheet in read.sheets] == ["kept"]
     assert read.resumed_at == [5]
 
 
 def test_new_run_replaces_an_earlier_one_in_its_directory(tmp_path):
     old = [begin(), metrics(1, reward=1.0), metrics(9, reward=9.0), completions(9, [row()])]
-    read = read_run(write(tmp_path / "run", *old, begin(config={"kl_coef": 1.0}), metrics(1, reward=5.0)))
-    assert read.curves["reward"].values.tolist() == [5.0] and not read.sheets and not read.resumed_at
+    read = read_run(
+        write(tmp_path / "run", *old, begin(config={"kl_coef": 1.0}), metrics(1, reward=5.0))
+    )
+    assert (
+        read.curves["reward"].values.tolist() == [5.0] and not read.sheets and not read.resumed_at
+    )
     assert read.start["config"] == {"kl_coef": 1.0}
 
 
@@ -112,7 +146,9 @@ class Tags(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.tags, self.scripts, self.text = [], [], []
+        self.tags = []
+        self.scripts = []
+        self.text = []
         self.inside = None
         self.feed(page)
 
@@ -141,7 +177,11 @@ def test_page_of_a_long_run_is_small_and_requests_nothing_from_the_network(tmp_p
     assert output.stat().st_size < 5e6
     parsed = Tags(output.read_text())
     assert not {"link", "iframe", "img", "object", "base"} & {tag for tag, _ in parsed.tags}
-    assert not [attrs for _, attrs in parsed.tags if "src" in attrs or not attrs.get("href", "#").startswith("#")]
+    assert not [
+        attrs
+        for _, attrs in parsed.tags
+        if "src" in attrs or not attrs.get("href", "#").startswith("#")
+    ]
     (policy,) = [attrs["content"] for tag, attrs in parsed.tags if attrs.get("http-equiv")]
     assert policy.startswith("default-src 'none';")
     assert "unsafe-inline" not in policy.split("script-src")[1].split(";")[0]
@@ -149,7 +189,9 @@ def test_page_of_a_long_run_is_small_and_requests_nothing_from_the_network(tmp_p
 
 def test_every_metric_is_drawn(tmp_path):
     own = {"my_metric": 1.0, "eval_reward": 2.0, "eval_other_reward": 2.0, "rewards/a/failed": 0.0}
-    read = read_run(write(tmp_path / "run", begin(), metrics(1, **dict.fromkeys(LOGGED, 1.0), **own)))
+    read = read_run(
+        write(tmp_path / "run", begin(), metrics(1, **dict.fromkeys(LOGGED, 1.0), **own))
+    )
     shown = "".join(Tags(page_of(tmp_path / "run", tmp_path / "report.html")).text)
     assert not [name for name in read.curves if NOT_DRAWN.fullmatch(name)]
     assert {name for name in read.curves if name not in shown} == {"rewards/a/failed"}
@@ -162,14 +204,25 @@ def test_html_and_scripts_in_logs_show_as_text(tmp_path):
         metrics(1, **{f"monitor/{name}/mean": 1.0, SCRIPT: 1}),
     ]
     rows = [row(SCRIPT, prompt=SCRIPT) | {"monitors": {name: 1.0}, "extra": {SCRIPT: SCRIPT}}]
-    place = write(tmp_path / "<img src=x onerror=alert(1)>", *entries, metrics(2, reward=1.0), completions(1, rows))
+    place = write(
+        tmp_path / "<img src=x onerror=alert(1)>",
+        *entries,
+        metrics(2, reward=1.0),
+        completions(1, rows),
+    )
     honest = write(tmp_path / "run", begin(), metrics(1, reward=1.0), completions(1, [row()]))
     parsed = Tags(page_of(place, tmp_path / "report.html"))
     plain = Tags(page_of(honest, tmp_path / "plain.html"))
     assert len(parsed.scripts) == len(plain.scripts)
     assert "img" not in {tag for tag, _ in parsed.tags}
     assert not [attrs for _, attrs in parsed.tags if any(key.startswith("on") for key in attrs)]
-    for text in (SCRIPT, f"{SCRIPT}: {SCRIPT}", f"monitored {name} ", place.name, f"{{'x': {SCRIPT!r}}}"):
+    for text in (
+        SCRIPT,
+        f"{SCRIPT}: {SCRIPT}",
+        f"monitored {name} ",
+        place.name,
+        f"{{'x': {SCRIPT!r}}}",
+    ):
         assert text in "".join(parsed.text)
 
 
@@ -204,13 +257,22 @@ def test_completions_are_of_the_first_and_the_last_step(tmp_path):
     sheets = [completions(step, [row()]) for step in range(1, 61)]
     page = page_of(write(tmp_path / "run", begin(), *sheets), tmp_path / "report.html")
     steps = [int(step) for step in re.findall(r"<summary>step (\d+)</summary>", page)]
-    assert (steps[0], steps[-1], len(steps)) == (1, 60, MOST_SHEETS) and "Nothing is logged yet" in page
+    assert (steps[0], steps[-1], len(steps)) == (
+        1,
+        60,
+        MOST_SHEETS,
+    ) and "Nothing is logged yet" in page
 
 
 def test_page_begins_with_a_verdict_and_hangs_consequences_below_their_cause(tmp_path):
     for logs, values, kind, expected in (
         (2, {}, "early", "Too early to judge: 2 of at least 10 rollouts, 2 of at least 5 logs."),
-        (2, {"skipped_steps": 1.0}, "problem", "Non-finite gradients. The reward has too few logs."),
+        (
+            2,
+            {"skipped_steps": 1.0},
+            "problem",
+            "Non-finite gradients. The reward has too few logs.",
+        ),
         (12, {}, "good", "The reward rises from 1 to 11.5."),
         (
             12,
@@ -232,13 +294,19 @@ def test_page_begins_with_a_verdict_and_hangs_consequences_below_their_cause(tmp
 
 def test_page_shows_the_size_of_the_run_and_marks_changed_settings(tmp_path):
     plan = {"optimizer_steps": 4, "completions": 128}
-    entries = [metrics(step, num_tokens=1e3 * step) | {"time": 2.0 + 100 * step} for step in (1, 10)]
+    entries = [
+        metrics(step, num_tokens=1e3 * step) | {"time": 2.0 + 100 * step} for step in (1, 10)
+    ]
     config = {"config": {"kl_coef": 0.05, "gamma": 1.0}, "changed": ["gamma"]}
-    again = [begin(8, plan=plan, time=5_000.0, **config), metrics(12, num_tokens=12_345.0) | {"time": 5_100.0}]
+    again = [
+        begin(8, plan=plan, time=5_000.0, **config),
+        metrics(12, num_tokens=12_345.0) | {"time": 5_100.0},
+    ]
     place = write(tmp_path / "run", begin(plan=plan), *entries, *again)
     page = page_of(place, tmp_path / "report.html")
     text = "".join(Tags(page).text)
-    assert "3 rollouts, 384 completions, 12,300 tokens in 0:03:21" in text  # without the pause, and step 10
+    # without the pause, and step 10
+    assert "3 rollouts, 384 completions, 12,300 tokens in 0:03:21" in text
     assert re.findall(r'<tr class="changed"><th scope="row">(.*?)</th>', page) == ["gamma"]
 
 
@@ -246,7 +314,13 @@ def test_report_of_a_real_run_has_its_parts(tmp_path):
     tiny_run(tmp_path / "run", max_steps=2, eval_strategy="steps", eval_steps=2)
     page = page_of(tmp_path / "run", tmp_path / "report.html")
     shown = "".join(Tags(page).text)
-    for text in ("step 2 of 2", "1 rollouts, 8 completions, ", "monitor/parity/mean", "eval_reward", "packages"):
+    for text in (
+        "step 2 of 2",
+        "1 rollouts, 8 completions, ",
+        "monitor/parity/mean",
+        "eval_reward",
+        "packages",
+    ):
         assert text in shown
     assert re.findall(r"<summary>(step .*)</summary>", page) == ["step 1", "step 2, evaluation"]
 
@@ -254,20 +328,36 @@ def test_report_of_a_real_run_has_its_parts(tmp_path):
 # ---- in a browser ----
 
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-FLAGS = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --v=0 --virtual-time-budget=20000".split()
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --enable-logging=stderr --v=0 "
+    "--virtual-time-budget=20000"
+).split()
 
 
 def opened(page, profile, width, height):
     """The page as a browser has it after its scripts ran, and what they said on the console."""
-    command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}", "--dump-dom"]
-    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    command = [
+        BROWSER,
+        *FLAGS,
+        f"--user-data-dir={profile}",
+        f"--window-size={width},{height}",
+        "--dump-dom",
+    ]
+    done = subprocess.run(
+        [*command, page.as_uri()], capture_output=True, text=True, timeout=120, env=dict(os.environ)
+    )
     said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    # the first is of Bokeh when it starts; the second no error but a notice, of sizes that settle a frame later
-    return done.stdout, [line for line in said if "log level" not in line and "ResizeObserver loop" not in line]
+    # the first is of Bokeh when it starts; the second no error but a notice, of sizes that settle a
+    # frame later
+    return done.stdout, [
+        line for line in said if "log level" not in line and "ResizeObserver loop" not in line
+    ]
 
 
 @pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: one of {', '.join(BROWSERS)}")
-@pytest.mark.parametrize(("width", "height"), [pytest.param(390, 4_000, marks=pytest.mark.slow), (1280, 9_000)])
+@pytest.mark.parametrize(
+    ("width", "height"), [pytest.param(390, 4_000, marks=pytest.mark.slow), (1280, 9_000)]
+)
 def test_browser_draws_plots_in_view_without_errors_or_foreign_scripts(tmp_path, width, height):
     place = long_run(tmp_path / "run", steps=40)
     with open(place / RUN_LOG, "a") as file:

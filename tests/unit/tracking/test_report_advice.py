@@ -19,12 +19,16 @@ from trl_ppo_ext.tracking.reading import Run, read_run
 
 def test_noise_neither_rises_nor_falls_nor_turns():
     for points, most in ((5, 7), (8, 7), (20, 5), (200, 2)):
-        goes = [Trend(Series(np.random.default_rng(seed).normal(1, 0.5, points))) for seed in range(100)]
+        goes = [
+            Trend(Series(np.random.default_rng(seed).normal(1, 0.5, points))) for seed in range(100)
+        ]
         assert sum(x.rises or x.falls or x.turns is not None for x in goes) <= most, points
 
 
 def test_fast_change_is_not_averaged_away():
-    values = np.concatenate([[2.0, 0.9, 0.2], 0.1 + 0.01 * np.random.default_rng(0).normal(size=97)])
+    values = np.concatenate(
+        [[2.0, 0.9, 0.2], 0.1 + 0.01 * np.random.default_rng(0).normal(size=97)]
+    )
     goes = Trend(Series(values))
     assert goes.falls and goes.start == 2.0 and goes.collapses
 
@@ -32,18 +36,30 @@ def test_fast_change_is_not_averaged_away():
 def test_few_points_in_order_are_a_trend():
     rising = [0.25, 0.37, 0.67, 0.88, 0.97]
     assert Trend(Series(rising)).rises and Trend(Series(rising[::-1])).falls
-    assert not Trend(Series(rising[:4])).rises and not Trend(Series([0.5, 0.4, 0.6, 0.45, 0.55])).rises
+    assert (
+        not Trend(Series(rising[:4])).rises and not Trend(Series([0.5, 0.4, 0.6, 0.45, 0.55])).rises
+    )
 
 
 def test_numbers_have_three_digits_and_full_thousands():
-    texts = {2074.4: "2,070", 999.7: "1,000", -1234567: "-1,230,000", 0.0123456: "0.0123", 0.0: "0", 1.5e12: "1.5e+12"}
+    texts = {
+        2074.4: "2,070",
+        999.7: "1,000",
+        -1234567: "-1,230,000",
+        0.0123456: "0.0123",
+        0.0: "0",
+        1.5e12: "1.5e+12",
+    }
     assert {value: number(value) for value in texts} == texts
 
 
 # ---- verdicts ----
 
 N = 100
-UP, DOWN, FLAT, ZERO = np.linspace(0, 1, N), np.linspace(1, 0, N), np.ones(N), np.zeros(N)
+UP = np.linspace(0, 1, N)
+DOWN = np.linspace(1, 0, N)
+FLAT = np.ones(N)
+ZERO = np.zeros(N)
 LEARNS = 1 - np.exp(-6 * UP)  # as real rewards rise
 PEAK = np.concatenate([np.linspace(0, 1, 60), np.linspace(1, 0.2, 40)])  # falls from step 60 on
 FAST = np.minimum(np.arange(N) / 3, 1)  # over after three logs
@@ -96,36 +112,73 @@ PROVOKED = {
         },
         "The reward pays for length. The reward rises from 24 to 4",
     ),
-    "entropy": ({"entropy": 2.6 - 2.5 * FAST, "completions/repeated_ratio": 0.9 * FAST}, "The entropy collapses. The"),
-    "hacked": ({"monitor/judge/mean": PEAK, "kl_per_completion": 30 * LEARNS}, "Over-optimization of the reward. The"),
-    "hacked, no KL": ({"monitor/judge/mean": PEAK} | WITHOUT_KL, "The reward may be hacked. The reward rises"),
-    "NaN": (STUCK | {"skipped_steps": 1.0 * (np.arange(N) > 8)}, "Non-finite gradients. The reward stays"),
-    "dead critic": ({"value/explained_variance": ZERO}, "The reward rises from 0.2* but the critic does not predict"),
-    "dead critic, stuck": (STUCK | {"value/explained_variance": ZERO}, "The critic does not predict the returns. The"),
+    "entropy": (
+        {"entropy": 2.6 - 2.5 * FAST, "completions/repeated_ratio": 0.9 * FAST},
+        "The entropy collapses. The",
+    ),
+    "hacked": (
+        {"monitor/judge/mean": PEAK, "kl_per_completion": 30 * LEARNS},
+        "Over-optimization of the reward. The",
+    ),
+    "hacked, no KL": (
+        {"monitor/judge/mean": PEAK} | WITHOUT_KL,
+        "The reward may be hacked. The reward rises",
+    ),
+    "NaN": (
+        STUCK | {"skipped_steps": 1.0 * (np.arange(N) > 8)},
+        "Non-finite gradients. The reward stays",
+    ),
+    "dead critic": (
+        {"value/explained_variance": ZERO},
+        "The reward rises from 0.2* but the critic does not predict",
+    ),
+    "dead critic, stuck": (
+        STUCK | {"value/explained_variance": ZERO},
+        "The critic does not predict the returns. The",
+    ),
     "harmful critic": (
         {"value/explained_variance": -3 * FLAT},
         "The reward rises* but the critic is worse than a constant.",
     ),
     "all equal": (
-        STUCK | {"reward": ZERO, "reward_std": ZERO, "value/explained_variance": ZERO, "kl_per_completion": ZERO},
+        STUCK
+        | {
+            "reward": ZERO,
+            "reward_std": ZERO,
+            "value/explained_variance": ZERO,
+            "kl_per_completion": ZERO,
+        },
         "All completions get the same reward. The reward stays at 0",
     ),
-    "truncated": ({"completions/clipped_ratio": 0.05 + 0.9 * LEARNS}, "Completions no longer end. The reward rises"),
+    "truncated": (
+        {"completions/clipped_ratio": 0.05 + 0.9 * LEARNS},
+        "Completions no longer end. The reward rises",
+    ),
     "truncated from the start": (
         {"completions/clipped_ratio": 0.9 * FLAT},
         "The reward rises* but many completions are",
     ),
-    "truncated and stuck": (STUCK | {"completions/clipped_ratio": 0.9 * FLAT}, "Many completions are truncated. The"),
+    "truncated and stuck": (
+        STUCK | {"completions/clipped_ratio": 0.9 * FLAT},
+        "Many completions are truncated. The",
+    ),
     "all truncated": (
         {"reward": ZERO, "reward_std": ZERO, "completions/clipped_ratio": FLAT},
         "Most completions are truncated, and all get the same reward. The reward stays at 0",
     ),
     "solved": (
-        {"reward": 0.2 + 0.8 * LEARNS, "reward_std": 0.4 * (1 - LEARNS), "entropy": 2.6 - 2.4 * LEARNS}
+        {
+            "reward": 0.2 + 0.8 * LEARNS,
+            "reward_std": 0.4 * (1 - LEARNS),
+            "entropy": 2.6 - 2.4 * LEARNS,
+        }
         | {"value/explained_variance": 0.5 - 40 * LEARNS},
         "Solved: the reward rises from 0.2* at a KL of 7* nats per completion.",
     ),
-    "slow reward": ({"time/score": 30 * FLAT}, "The reward rises* but scoring takes most of the time."),
+    "slow reward": (
+        {"time/score": 30 * FLAT},
+        "The reward rises* but scoring takes most of the time.",
+    ),
     "good": ({}, "The reward rises from 0.2* at a KL of 7* nats per completion."),
     "good without KL": (WITHOUT_KL, "The reward rises from 0.2* to 0.*."),
     "falls": (
@@ -138,14 +191,26 @@ PROVOKED = {
 
 def run_of(curves, **plan):
     start = {"config": {"kl_coef": 0.05, "top_p": 0.9}, "trainer_config": {}, "plan": plan}
-    return Run("run", start, {name: curve for name, curve in curves.items() if curve is not None}, [], [], 0.0, 0.0)
+    return Run(
+        "run",
+        start,
+        {name: curve for name, curve in curves.items() if curve is not None},
+        [],
+        [],
+        0.0,
+        0.0,
+    )
 
 
 def synthetic(curves, logs=N, noise=0.03):
     """A run of 100 rollouts with so many logs, noisy except where a curve is 0 or constant."""
-    draw, places = np.random.default_rng(0), np.linspace(0, N - 1, logs).round().astype(int)
+    draw = np.random.default_rng(0)
+    places = np.linspace(0, N - 1, logs).round().astype(int)
     noisy = {
-        name: Series((x + noise * np.ptp(x) * draw.normal(size=N) * (x != 0) * (np.arange(N) > 0))[places], places + 1)
+        name: Series(
+            (x + noise * np.ptp(x) * draw.normal(size=N) * (x != 0) * (np.arange(N) > 0))[places],
+            places + 1,
+        )
         for name, x in curves.items()
         if x is not None
     }
@@ -162,8 +227,12 @@ def test_provoked_run_gets_the_right_first_sentence(name):
     for logs, noise in ((N, 0.0), (N, 0.03), (25, 0.01), (8, 0.0)):
         judgement = judge(synthetic(GOOD | curves, logs, noise))
         assert fnmatch(judgement.verdict, f"{expected}*"), (logs, noise, judgement.verdict)
-        assert judgement.kind == ("good" if expected.startswith(("The reward rises", "Solved")) else "problem")
-        assert len(judgement.advice) <= 2 and all(item.remedy and item.seen for item in judgement.advice)
+        assert judgement.kind == (
+            "good" if expected.startswith(("The reward rises", "Solved")) else "problem"
+        )
+        assert len(judgement.advice) <= 2 and all(
+            item.remedy and item.seen for item in judgement.advice
+        )
 
 
 # of runs of a model with 19 words, with what each verdict must begin with
@@ -172,12 +241,18 @@ RECORDED = {
     "game": "The reward rises from 0.08",
     "short": "The reward rises from 0.246 to 0.779",  # five rollouts
     "solved": "The reward rises from 0.246 to 0.99",
-    "entropy": "The reward rises from 0.0391 to 0.949 at a KL of 12.1 nats per completion, but the entropy collapses",
+    "entropy": (
+        "The reward rises from 0.0391 to 0.949 at a KL of 12.1 nats per completion, but the "
+        "entropy collapses"
+    ),
     "slow": "The reward rises from 0.246 to 0.871 * scoring takes most of the time.",
     "critic": "The reward rises from * the critic does not predict the returns.",
     "flat": "The policy hardly changes. The reward stays at 0.25? at a KL of 0 nats",
     "flat without KL": "The policy hardly changes. The reward stays at 0.26.",
-    "kl": "The policy is far from its reference. The reward rises from 0.229 to 0.991 at a KL of 138 nats",
+    "kl": (
+        "The policy is far from its reference. The reward rises from 0.229 to 0.991 at a KL of "
+        "138 nats"
+    ),
     "length": "The reward pays for length. The reward rises from 23.8 to 45.6",
     "hacked": "Over-optimization of the reward. The reward rises",
     "equal": "All completions get the same reward. The reward stays at 0",
@@ -190,7 +265,9 @@ RECORDED = {
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_tiny_run_gets_the_right_first_sentence(name):
     logged = json.loads(Path(__file__).with_name("real_logs.json").read_text())[name]
-    curves = {key: Series(x, logged["steps"], dtype=float).dropna() for key, x in logged["curves"].items()}
+    curves = {
+        key: Series(x, logged["steps"], dtype=float).dropna() for key, x in logged["curves"].items()
+    }
     judgement = judge(run_of(curves, optimizer_steps=logged["optimizer_steps"]))
     assert fnmatch(judgement.verdict, f"{RECORDED[name]}*"), judgement.verdict
     assert (judgement.kind == "good") == RECORDED[name].startswith("The reward rises")
@@ -204,13 +281,17 @@ def test_measured_runs_of_a_real_model_are_good():
     runs = [
         run
         for run in json.loads(results.read_text())
-        if "logged" in run and "TRL" not in run["rival"] and run["rewards"][-1] > 1.2 * run["rewards"][0] >= 0
+        if "logged" in run
+        and "TRL" not in run["rival"]
+        and run["rewards"][-1] > 1.2 * run["rewards"][0] >= 0
         if "reward_weights" not in run["settings"]
     ]
     for run in runs:
         curves = {name: Series(x, range(1, len(x) + 1)) for name, x in run["logged"].items() if x}
         reward = Series(run["rewards"], range(1, len(run["rewards"]) + 1))
-        judgement = judge(run_of(curves | {"reward": reward, "reward_std": (reward * (1 - reward)) ** 0.5}))
+        judgement = judge(
+            run_of(curves | {"reward": reward, "reward_std": (reward * (1 - reward)) ** 0.5})
+        )
         assert judgement.kind == "good", (run["task"], run["rival"], judgement.verdict)
     assert len(runs) > 10
 
@@ -218,24 +299,50 @@ def test_measured_runs_of_a_real_model_are_good():
 @pytest.mark.parametrize(
     ("expected", "reward", "settings"),
     [
-        ("Most completions are truncated, and all get the same reward. The reward stays at 0", lambda ids: 0.0, {}),
-        ("The policy hardly changes. The reward stays at", lambda ids: ids[0] / 32, {"learning_rate": 1e-9}),
-        ("The policy hardly changes. The", lambda ids: ids[0] / 32, {"learning_rate": 1e-9, "kl_coef": 0.0}),
-        ("The reward pays for length. The reward", len, {"learning_rate": 2e-2, "max_completion_length": 24}),
+        (
+            "Most completions are truncated, and all get the same reward. The reward stays at 0",
+            lambda ids: 0.0,
+            {},
+        ),
+        (
+            "The policy hardly changes. The reward stays at",
+            lambda ids: ids[0] / 32,
+            {"learning_rate": 1e-9},
+        ),
+        (
+            "The policy hardly changes. The",
+            lambda ids: ids[0] / 32,
+            {"learning_rate": 1e-9, "kl_coef": 0.0},
+        ),
+        (
+            "The reward pays for length. The reward",
+            len,
+            {"learning_rate": 2e-2, "max_completion_length": 24},
+        ),
     ],
 )
-def test_provoked_tiny_run_gets_the_right_first_sentence(tmp_path, capsys, expected, reward, settings):
+def test_provoked_tiny_run_gets_the_right_first_sentence(
+    tmp_path, capsys, expected, reward, settings
+):
     def score(completion_ids, **kwargs):
         return [float(reward(ids)) for ids in completion_ids]
 
-    sizes = {"max_steps": 10, "num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 8}
+    sizes = {
+        "max_steps": 10,
+        "num_mini_batches": 1,
+        "num_ppo_epochs": 1,
+        "per_device_train_batch_size": 8,
+    }
     sizes |= {"max_completion_length": 4} | settings
-    PPOTrainer(llama(), score, config(tmp_path, **sizes), prompts(), processing_class=tokenizer()).train()
+    PPOTrainer(
+        llama(), score, config(tmp_path, **sizes), prompts(), processing_class=tokenizer()
+    ).train()
     assert judge(read_run(tmp_path)).verdict.startswith(expected)
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(warned) == (reward is len), warned
     assert all(
-        line.startswith("warning: The reward pays for length: `completions/mean_length` from") for line in warned
+        line.startswith("warning: The reward pays for length: `completions/mean_length` from")
+        for line in warned
     )
 
 
@@ -263,12 +370,17 @@ HARMLESS = {
 @pytest.mark.parametrize("name", HARMLESS)
 def test_harmless_curve_gets_no_advice(name):
     for noise in (0.0, 0.03):
-        found = judge(synthetic(GOOD | HARMLESS[name], noise=noise if name != "harm" else 0.0)).advice
+        found = judge(
+            synthetic(GOOD | HARMLESS[name], noise=noise if name != "harm" else 0.0)
+        ).advice
         assert name not in [x.rule.name for item in found for x in (item, *item.consequences)]
 
 
 NOTES = {
-    "One reward is traded for the others": ({"rewards/a/mean": 2 * UP, "rewards/b/mean": DOWN}, "problem"),
+    "One reward is traded for the others": (
+        {"rewards/a/mean": 2 * UP, "rewards/b/mean": DOWN},
+        "problem",
+    ),
     "Updates move the policy too far": ({"approx_kl": 0.4 * UP}, "good"),
     "Too many tokens are clipped": ({"clip_ratio/region_mean": 0.5 * UP}, "good"),
     "`target_kl` skips many optimizer steps": ({"stopped_early": UP}, "good"),
@@ -304,7 +416,9 @@ def test_reference_that_sees_more_may_be_far_and_needs_no_reward(name, cause):
 def test_distillation_without_a_reward_is_no_problem():
     run = synthetic(GOOD | PROVOKED["all equal"][0] | {"kl_per_completion": 20 - 15 * LEARNS})
     run.start["config"]["reference_prompt"] = "answer"
-    assert judge(run).kind == "good" and judge(run).verdict.startswith("The reward stays at 0 at a KL of ")
+    assert judge(run).kind == "good" and judge(run).verdict.startswith(
+        "The reward stays at 0 at a KL of "
+    )
     few = {name: curve[:8] for name, curve in run.curves.items()}
     assert judge(replace(run, curves=few)).kind == "early"
 
@@ -318,13 +432,25 @@ def test_rules_are_named_once_and_explain_only_later_ones():
 
 def test_over_optimization_names_the_turning_point_and_remedies():
     (item,) = judge(synthetic(GOOD | PROVOKED["hacked"][0])).advice
-    assert 55 <= item.step <= 65 and "`monitor/judge/mean` from 0" in item.seen and f"at step {item.step}" in item.seen
-    assert f"stop at step {item.step}" in item.remedy and "Raise `kl_coef` (now 0.05)" in item.remedy
+    assert (
+        55 <= item.step <= 65
+        and "`monitor/judge/mean` from 0" in item.seen
+        and f"at step {item.step}" in item.seen
+    )
+    assert (
+        f"stop at step {item.step}" in item.remedy and "Raise `kl_coef` (now 0.05)" in item.remedy
+    )
 
 
 def test_monitor_without_a_reward_gets_no_advice():
-    run = run_of({"monitor/judge/mean": Series(PEAK, range(1, N + 1)), "reward": Series(np.ones(2), [1, 2])})
-    assert judge(run) == ("early", "Too early to judge: 100 of at least 10 rollouts, 2 of at least 5 logs.", [])
+    run = run_of(
+        {"monitor/judge/mean": Series(PEAK, range(1, N + 1)), "reward": Series(np.ones(2), [1, 2])}
+    )
+    assert judge(run) == (
+        "early",
+        "Too early to judge: 100 of at least 10 rollouts, 2 of at least 5 logs.",
+        [],
+    )
     assert judge(run_of({})).kind == "early"
 
 
@@ -336,7 +462,9 @@ def test_level_is_judged_from_the_third_rollout():
 
 
 def test_failures_are_summed_with_their_first_step_from_the_first_rollout():
-    judgement = judge(run_of({"skipped_steps": Series([0.0, 2.0, 2.0], [7, 8, 9])}, optimizer_steps=16))
+    judgement = judge(
+        run_of({"skipped_steps": Series([0.0, 2.0, 2.0], [7, 8, 9])}, optimizer_steps=16)
+    )
     (item,) = judgement.advice
     assert judgement.verdict == "Non-finite gradients. The reward has too few logs."
     assert item.seen == "`skipped_steps` adds up to 4" and item.step == 8

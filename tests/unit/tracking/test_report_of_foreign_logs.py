@@ -23,7 +23,10 @@ FOREIGN = {
     "plan that is a list": [begin(plan=[1]), *GOOD[1:]],
     "plan with no steps": [begin(plan={"optimizer_steps": 0, "completions": 8}), *GOOD[1:]],
     "metrics without a step": [GOOD[0], without(GOOD[1], "step"), metrics(2, reward=1.0)],
-    "metrics of another form": [GOOD[0], {"kind": "metrics", "time": 2.0, "step": 1, "metrics": [1.0]}],
+    "metrics of another form": [
+        GOOD[0],
+        {"kind": "metrics", "time": 2.0, "step": 1, "metrics": [1.0]},
+    ],
     "a number beyond floats": [GOOD[0], metrics(1, reward=10**400)],
     "metrics without a time": [*GOOD, without(GOOD[1], "time")],
     "time that is text": [*GOOD, GOOD[1] | {"time": "noon"}],
@@ -44,7 +47,9 @@ def report(directory, capsys):
 def test_log_of_another_form_is_named_in_a_sentence(tmp_path, capsys, form):
     status, printed = report(write(tmp_path, *FOREIGN[form]), capsys)
     assert status == 2 and printed.count("\n") == 1
-    assert f"{RUN_LOG}` must be the log of a run of this package" in printed and printed.endswith("of another run.\n")
+    assert f"{RUN_LOG}` must be the log of a run of this package" in printed and printed.endswith(
+        "of another run.\n"
+    )
     assert not (tmp_path / "report.html").exists()
 
 
@@ -54,7 +59,9 @@ def test_log_of_another_form_is_named_in_a_sentence(tmp_path, capsys, form):
 def test_file_without_a_start_is_named(tmp_path, capsys, content):
     (tmp_path / RUN_LOG).write_bytes(content + b"\n")
     status, printed = report(tmp_path, capsys)
-    assert status == 2 and f"must have a non-empty {RUN_LOG}" in printed and printed.count("\n") == 1
+    assert (
+        status == 2 and f"must have a non-empty {RUN_LOG}" in printed and printed.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The run log holds every metric and some completions, has no secrets, and never ends a run; the terminal."""
+"""The run log holds every metric and some completions, has no secrets, and never ends a run; the
+terminal."""
 
 import json
 import os
@@ -29,7 +30,9 @@ def parity(completion_ids, **kwargs):
 
 def trainer(output_dir, **kwargs):
     tools = {"processing_class": tokenizer(), "monitor_funcs": parity}
-    return PPOTrainer(llama(), length_reward, config(output_dir, **kwargs), prompts(), prompts(4), **tools)
+    return PPOTrainer(
+        llama(), length_reward, config(output_dir, **kwargs), prompts(), prompts(4), **tools
+    )
 
 
 def run(output_dir, resume=None, **kwargs):
@@ -44,11 +47,14 @@ def lines(directory):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of 4 steps, evaluated at its end, that was begun again from its checkpoint at step 2."""
+    """A run of 4 steps, evaluated at its end, that was begun again from its checkpoint at step
+    2."""
     place = tmp_path_factory.mktemp("runs") / "run"
     settings = {"save_strategy": "steps", "save_steps": 2, "hub_token": "hf_secret"}
     first = run(place, eval_strategy="steps", eval_steps=4, **settings)
-    again = run(place, resume=str(place / "checkpoint-2"), eval_strategy="steps", eval_steps=4, **settings)
+    again = run(
+        place, resume=str(place / "checkpoint-2"), eval_strategy="steps", eval_steps=4, **settings
+    )
     return place, first, again
 
 
@@ -58,11 +64,20 @@ def test_run_log_has_every_log_of_the_run(finished):
     begun = [index for index, entry in enumerate(entries) if entry["kind"] == "run"]
     assert [entries[index]["step"] for index in begun] == [0, 2]
     second = begun[1]
-    for part, history in ((entries[:second], first.state.log_history), (entries[second:], again.state.log_history)):
-        written = [entry["metrics"] | {"step": entry["step"]} for entry in part if entry["kind"] == "metrics"]
+    for part, history in (
+        (entries[:second], first.state.log_history),
+        (entries[second:], again.state.log_history),
+    ):
+        written = [
+            entry["metrics"] | {"step": entry["step"]}
+            for entry in part
+            if entry["kind"] == "metrics"
+        ]
         assert len(written) >= 4 and written == history[-len(written) :]
     assert entries[0]["rewards"] == ["length_reward"] and entries[0]["monitors"] == ["parity"]
-    assert entries[0]["config"]["kl_coef"] == 0.05 and entries[0]["trainer_config"]["max_steps"] == 4
+    assert (
+        entries[0]["config"]["kl_coef"] == 0.05 and entries[0]["trainer_config"]["max_steps"] == 4
+    )
     assert entries[0]["environment"]["packages"]["torch"] == torch.__version__
     assert "hf_secret" not in (place / RUN_LOG).read_text()
 
@@ -83,7 +98,9 @@ def test_completions_have_their_scores(finished):
     for sheet in read_run(place).sheets:
         assert 0 < len(sheet.rows) <= ROWS
         for row in sheet.rows:
-            assert row["rewards"] == {"length_reward": row["tokens"]} and row["score"] == row["tokens"]
+            assert (
+                row["rewards"] == {"length_reward": row["tokens"]} and row["score"] == row["tokens"]
+            )
             assert row["monitors"] == {"parity": row["tokens"] % 2}
             (turn,) = row["turns"]
             assert turn["role"] == "" and len(turn["text"].split()) <= row["tokens"]
@@ -119,8 +136,10 @@ def samples(rows=20, text="word", score=1.0):
     ids = [[4, 5]] * rows
     tokens = torch.zeros(rows, 2)
     episodes = [Episode("p", [4, 5], completion_ids=[4, 5], starts=[0], completion=text)] * rows
-    yes, monitored = torch.ones(rows).bool(), torch.full((rows, 1), float("nan"))
-    at_tokens, nowhere = torch.full((rows, 2), score / 2), torch.zeros(rows, 2).bool()
+    yes = torch.ones(rows).bool()
+    monitored = torch.full((rows, 1), float("nan"))
+    at_tokens = torch.full((rows, 2), score / 2)
+    nowhere = torch.zeros(rows, 2).bool()
     scored = Scored(torch.full((rows, 1), score), at_tokens, nowhere, yes, torch.zeros(rows, 1))
     batch = ScoringBatch(["p"] * rows, [text] * rows, ids, episodes=episodes)
     sequences = Sequences.from_token_ids(ids, ids, 0, torch.device("cpu"))
@@ -130,7 +149,9 @@ def samples(rows=20, text="word", score=1.0):
 
 def opened(tmp_path, max_steps, main=True):
     log = RunLog("model", ["a"], ["b"], BatchPlan(1))
-    state = TrainerState(max_steps=max_steps, is_world_process_zero=main, is_local_process_zero=main)
+    state = TrainerState(
+        max_steps=max_steps, is_world_process_zero=main, is_local_process_zero=main
+    )
     args = config(tmp_path / "run")
     log.on_train_begin(args, state, TrainerControl())
     return log, state, args
@@ -146,7 +167,11 @@ def test_logged_rows_characters_and_times_are_bounded(tmp_path):
     assert TIMES - 2 <= len(sheets) <= TIMES + 2
     assert (sheets[0]["step"], sheets[-1]["step"]) == (1, 10_000)
     assert all(len(sheet["rows"]) == ROWS for sheet in sheets)
-    assert all(LONGEST < len(row["turns"][0]["text"]) < LONGEST + 50 for sheet in sheets for row in sheet["rows"])
+    assert all(
+        LONGEST < len(row["turns"][0]["text"]) < LONGEST + 50
+        for sheet in sheets
+        for row in sheet["rows"]
+    )
 
 
 def test_logged_text_has_no_keys_of_known_forms(tmp_path):
@@ -159,7 +184,12 @@ def test_logged_text_has_no_keys_of_known_forms(tmp_path):
 
 
 def test_completions_of_every_evaluation_set_are_logged(tmp_path):
-    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2, "logging_first_step": False}
+    evaluated = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "logging_steps": 2,
+        "logging_first_step": False,
+    }
     args = config(tmp_path / "run", max_steps=2, **evaluated)
     sets = {"easy": prompts(2), "hard": prompts(3)}
     PPOTrainer(llama(), length_reward, args, prompts(), sets, processing_class=tokenizer()).train()
@@ -202,7 +232,9 @@ def test_environment_has_versions_and_gpus_but_nothing_private(monkeypatch):
     logged = environment()
     assert json.loads(json.dumps(logged)) == logged
     assert logged["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert logged["packages"]["trl_ppo_ext"] and logged["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert logged["packages"]["trl_ppo_ext"] and logged["python"] == ".".join(
+        map(str, sys.version_info[:3])
+    )
     assert len(logged["gpus"]) == torch.cuda.device_count()
     for private in ("verysecret", str(Path.home()), platform.node(), os.getcwd()):
         assert private not in json.dumps(logged) or private == "/", private
@@ -215,14 +247,17 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
 
 def test_log_is_one_line_between_plan_and_report(tmp_path, capsys):
     run(tmp_path / "a run", **EVALUATED)
-    printed = [line for line in capsys.readouterr().out.splitlines() if line[0] != "["]  # of DeepSpeed's import
+    # of DeepSpeed's import
+    printed = [line for line in capsys.readouterr().out.splitlines() if line[0] != "["]
     assert [line.split(":")[0] for line in printed[:4]] == ["rollout", "updates", "run", "note"]
     assert printed[0].startswith("rollout: 8 completions of 8 prompts")
     assert "updates: 4 optimizer steps per rollout" in printed[1]
     assert "max_steps=4 optimizer steps = 1 rollouts = 8 completions" in printed[2]
     number = r"-?[\d.,e+-]+"
     labels = ("reward", "KL", "entropy", "length", "critic", "tokens/s")
-    assert re.fullmatch("  ".join(["step 1/4", *(f"{label} {number}" for label in labels)]), printed[4])
+    assert re.fullmatch(
+        "  ".join(["step 1/4", *(f"{label} {number}" for label in labels)]), printed[4]
+    )
     for step in (2, 3, 4):  # they update on the same rollout
         assert re.fullmatch(f"step {step}/4  loss {number}  grad_norm {number}", printed[3 + step])
     assert re.match(f"step 4/4  eval  reward {number}  KL {number}", printed[8])
@@ -230,25 +265,44 @@ def test_log_is_one_line_between_plan_and_report(tmp_path, capsys):
 
 
 def test_terminal_warns_once_per_kind_while_it_happens(tmp_path, capsys):
-    terminal, state = Terminal(BatchPlan(1), disable_tqdm=True), TrainerState(max_steps=99)
+    terminal = Terminal(BatchPlan(1), disable_tqdm=True)
+    state = TrainerState(max_steps=99)
     args = config(tmp_path, kl_coef=0.02)
     terminal.on_train_begin(args, state, TrainerControl())
     for step in range(1, 61):
         state.global_step = step
-        astray = {"kl_per_completion": 4.0 * step, "kl": 0.2 * step, "entropy": 2.0 if step < 30 else 0.1}
-        logs = {"reward": 1.0, "reward_std": 0.5, "value/explained_variance": -3.0 * (step > 40)} | astray
+        astray = {
+            "kl_per_completion": 4.0 * step,
+            "kl": 0.2 * step,
+            "entropy": 2.0 if step < 30 else 0.1,
+        }
+        logs = {
+            "reward": 1.0,
+            "reward_std": 0.5,
+            "value/explained_variance": -3.0 * (step > 40),
+        } | astray
         state.log_history.append(logs | {"step": step})
         terminal.on_log(args, state, TrainerControl(), logs=logs)
     printed = capsys.readouterr().out.splitlines()
-    warned = {line.split(":")[1].strip(): place for place, line in enumerate(printed) if line.startswith("warning: ")}
+    warned = {
+        line.split(":")[1].strip(): place
+        for place, line in enumerate(printed)
+        if line.startswith("warning: ")
+    }
     assert [*warned] == ["The policy is far from its reference"]  # the others follow from it
     assert 16 < warned["The policy is far from its reference"] < 25
-    assert "`kl_per_completion` from 4 to 5" in " ".join(printed) and "(now 0.02)" in " ".join(printed)
+    assert "`kl_per_completion` from 4 to 5" in " ".join(printed) and "(now 0.02)" in " ".join(
+        printed
+    )
 
 
 def test_first_rollout_is_logged_at_the_first_step(tmp_path):
     history = run(tmp_path, logging_steps=3, max_steps=6).state.log_history
-    assert [entry["step"] for entry in history if "loss" in entry] == [1, 3, 6] and "reward" in history[0]
+    assert [entry["step"] for entry in history if "loss" in entry] == [
+        1,
+        3,
+        6,
+    ] and "reward" in history[0]
     for settings in ({"logging_strategy": "no"}, {"logging_first_step": False}):
         assert PPOConfig("out", use_cpu=True, **settings).logging_first_step is False
 

@@ -1,4 +1,5 @@
-"""No secret gets out, and what a model or a name says is shown and not obeyed; errors keep their causes."""
+"""No secret gets out, and what a model or a name says is shown and not obeyed; errors keep their
+causes."""
 
 import ast
 import io
@@ -25,7 +26,14 @@ from trl_ppo_ext.data import PromptError, encode
 from trl_ppo_ext.episodes import Episode
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.redaction import without_secrets
-from trl_ppo_ext.rewards import FunctionReward, RewardError, Scored, ScoringBatch, read_scores, score_all
+from trl_ppo_ext.rewards import (
+    FunctionReward,
+    RewardError,
+    Scored,
+    ScoringBatch,
+    read_scores,
+    score_all,
+)
 from trl_ppo_ext.tracking.completions import (
     LONGEST,
     MOST_TURNS,
@@ -46,15 +54,21 @@ def test_a_config_shows_no_token_however_it_is_written_down(tmp_path):
     for of in (PPOConfig, ProbeConfig):
         given = {"hub_token": SECRET, "model_init_kwargs": {"token": SECRET, "revision": "main"}}
         args = of(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **given)
-        for shown in (repr(args), str(args), args.to_dict(), args.to_json_string(), args.to_sanitized_dict()):
+        for shown in (
+            repr(args),
+            str(args),
+            args.to_dict(),
+            args.to_json_string(),
+            args.to_sanitized_dict(),
+        ):
             assert SECRET not in str(shown) and "main" in str(shown)
         assert args.hub_token == SECRET and args.model_init_kwargs["token"] == SECRET
         assert repr(args).startswith(f"{of.__name__}(")
 
 
 NAMES = (
-    "token hf_token accessToken HF_TOKEN api_key apiKey X-Api-Key ssh_key aws_secret_access_key AWS_SESSION_TOKEN "
-    "access_key secret-key secret_value clientSecret db_passwd pwd jwt"
+    "token hf_token accessToken HF_TOKEN api_key apiKey X-Api-Key ssh_key aws_secret_access_key "
+    "AWS_SESSION_TOKEN access_key secret-key secret_value clientSecret db_passwd pwd jwt"
 ).split()
 SHAPES = dict.fromkeys(NAMES, "k1") | {  # as they are given in `model_init_kwargs`
     "password": 11111,
@@ -79,14 +93,22 @@ SHAPES = dict.fromkeys(NAMES, "k1") | {  # as they are given in `model_init_kwar
     "arguments": ["--token=k1", "--password='k1'"],
     "json": '{"api_key": "k1", "n": 2}',
 }
-FORMS = ["hf_abcdefghijklmnopqrk1", "sk-abcdefghijklmnopqrk1", "ghp_abcdefghijklmnopqrk1", "AKIAABCDEFGHIJKLMNk1"]
+FORMS = [
+    "hf_abcdefghijklmnopqrk1",
+    "sk-abcdefghijklmnopqrk1",
+    "ghp_abcdefghijklmnopqrk1",
+    "AKIAABCDEFGHIJKLMNk1",
+]
 
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_secrets_of_every_shape_are_masked(deep):
     forms = {f"plain{number}": form for number, form in enumerate([*FORMS, "Bearer abcdefk1"])}
     for name, value in (SHAPES | forms).items():
-        settings = {"a": [{"b": ({name: value},)}]} if deep else {name: value}
+        if deep:
+            settings = {"a": [{"b": ({name: value},)}]}
+        else:
+            settings = {name: value}
         hidden = str(without_secrets(settings))
         assert "k1" not in hidden and "11111" not in hidden and name in hidden, (name, hidden)
 
@@ -94,13 +116,27 @@ def test_secrets_of_every_shape_are_masked(deep):
 def test_values_in_errors_are_short_and_no_secrets():
     for value in ("k1", b"k1", {"user": "k1"}):
         assert "k1" not in redaction.shown("apikey", value)
-    assert "k1" in redaction.shown("hotkey", "k1") and len(redaction.shown("name", "k" * 1000)) < 100
+    assert (
+        "k1" in redaction.shown("hotkey", "k1") and len(redaction.shown("name", "k" * 1000)) < 100
+    )
 
 
 def test_settings_without_secrets_are_unchanged():
-    names = "pad_token eos_token bos_token_id stop_token revision tokens key_size keys max_new_tokens hotkey secretary"
-    plain = dict.fromkeys([*names.split(), "X-Request-Id"], "k1") | {"use_auth_token": True, "hub_token": None}
-    plain |= {"url": "https://host:80/a?b=c", "at": "me@host", "n": 3, "path": "/a/sk-1/b@c", "size": (1, 2)}
+    names = (
+        "pad_token eos_token bos_token_id stop_token revision tokens key_size keys max_new_tokens "
+        "hotkey secretary"
+    )
+    plain = dict.fromkeys([*names.split(), "X-Request-Id"], "k1") | {
+        "use_auth_token": True,
+        "hub_token": None,
+    }
+    plain |= {
+        "url": "https://host:80/a?b=c",
+        "at": "me@host",
+        "n": 3,
+        "path": "/a/sk-1/b@c",
+        "size": (1, 2),
+    }
     plain |= {"dtype": torch.float32, "tokenizers": {"token_ids": [1]}}
     assert without_secrets(plain) == plain
 
@@ -120,14 +156,17 @@ def test_errors_escape_control_characters_and_mask_secrets(capsys, monkeypatch):
 # ---- length ----
 
 
-@pytest.mark.parametrize("prompt", ["w1 " * 10**5, [{"role": "user", "content": "w1 " * 10**5}] * 9])
+@pytest.mark.parametrize(
+    "prompt", ["w1 " * 10**5, [{"role": "user", "content": "w1 " * 10**5}] * 9]
+)
 def test_an_error_about_a_prompt_is_short_whatever_the_prompt_and_the_template_say(prompt):
     def fails(*args, **kwargs):
         raise ValueError("no\n" * 10**5)
 
     class Failing(list):
         chat_template = "{{ x }}"
-        __hash__, __call__ = object.__hash__, fails
+        __hash__ = object.__hash__
+        __call__ = fails
         apply_chat_template = fails
 
     with pytest.raises(PromptError, match="no\n") as caught:
@@ -137,7 +176,11 @@ def test_an_error_about_a_prompt_is_short_whatever_the_prompt_and_the_template_s
 
 def test_the_error_of_a_process_reaches_the_others_shortened(monkeypatch):
     told = []
-    monkeypatch.setattr(distributed, "gather_object", lambda given: told.extend(given) or [*given, "OSError: no room"])
+    monkeypatch.setattr(
+        distributed,
+        "gather_object",
+        lambda given: told.extend(given) or [*given, "OSError: no room"],
+    )
     with pytest.raises(OSError, match=r"^x+$"):
         distributed.on_every_rank(lambda: (_ for _ in ()).throw(OSError("x" * 10**6)), OSError)
     assert told[0].startswith("OSError: xxx") and len(told[0]) < 600
@@ -146,7 +189,8 @@ def test_the_error_of_a_process_reaches_the_others_shortened(monkeypatch):
 
 
 def test_a_run_writes_prints_and_logs_no_secret(base, tmp_path, monkeypatch, caplog, capfd):
-    """Two servers that fail, a proxy, and tokens for Hub and model: nothing of it in any file, log or output."""
+    """Two servers that fail, a proxy, and tokens for Hub and model: nothing of it in any file,
+    log or output."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "run" / "logs"))
@@ -158,7 +202,10 @@ def test_a_run_writes_prints_and_logs_no_secret(base, tmp_path, monkeypatch, cap
     args = config(
         tmp_path / "run",
         hub_token=SECRET,
-        model_init_kwargs={"token": SECRET, "proxies": {"https": f"http://user:{password}@proxy:3128"}},
+        model_init_kwargs={
+            "token": SECRET,
+            "proxies": {"https": f"http://user:{password}@proxy:3128"},
+        },
         report_to="tensorboard",
         log_completions=True,
         reward_on_error="skip",
@@ -176,7 +223,15 @@ def test_a_run_writes_prints_and_logs_no_secret(base, tmp_path, monkeypatch, cap
     assert len(files) > 10 and "proxies" in (tmp_path / "run" / "run_log.jsonl").read_text()
     assert not [file for file in files if password.encode() in file.read_bytes()]
     output = capfd.readouterr()
-    for shown in (caplog.text, output.out, output.err, built.state.log_history, repr(args), repr(judge), repr(remote)):
+    for shown in (
+        caplog.text,
+        output.out,
+        output.err,
+        built.state.log_history,
+        repr(args),
+        repr(judge),
+        repr(remote),
+    ):
         assert password not in str(shown)
     with pytest.raises(RewardError) as caught:
         PPOTrainer(base, [judge], config(tmp_path / "other"), prompts()).train()
@@ -185,7 +240,11 @@ def test_a_run_writes_prints_and_logs_no_secret(base, tmp_path, monkeypatch, cap
 
 def test_errors_of_the_command_line_do_not_repeat_a_token(tmp_path, capsys):
     file = tmp_path / "config.yaml"
-    for wrong in ({"hub_token": [SECRET]}, {"model_init_kwargs": [{"token": SECRET}]}, {"model_init_kwargs": SECRET}):
+    for wrong in (
+        {"hub_token": [SECRET]},
+        {"model_init_kwargs": [{"token": SECRET}]},
+        {"model_init_kwargs": SECRET},
+    ):
         file.write_text(yaml.safe_dump({"use_cpu": True, "bf16": False} | wrong))
         with pytest.raises(ValueError) as caught:
             parse("train", ["--config", str(file)], "Train.")
@@ -210,16 +269,22 @@ def card(tmp_path, text, **settings):
     lora = LoraConfig(r=4, target_modules=text)
     history = [{f"rewards/{text}/mean": 1.0, "reward": 2.0}]
     metadata = {"tags": [text], "model_name": text, "license": text}
-    return str(model_card(run_with_a_card(args, text, text, [text], history, lora), str(tmp_path), **metadata))
+    return str(
+        model_card(
+            run_with_a_card(args, text, text, [text], history, lora), str(tmp_path), **metadata
+        )
+    )
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_model_card_holds_names_and_obeys_none(tmp_path, text):
-    plain, hostile = card(tmp_path, "plain").splitlines(), card(tmp_path, text).splitlines()
+    plain = card(tmp_path, "plain").splitlines()
+    hostile = card(tmp_path, text).splitlines()
     front = hostile.index("---", 1)
     metadata = yaml.safe_load("\n".join(hostile[1:front]))
     assert metadata["license"] == text and text in metadata["tags"]
-    body, expected = hostile[front + 1 :], plain[plain.index("---", 1) + 1 :]
+    body = hostile[front + 1 :]
+    expected = plain[plain.index("---", 1) + 1 :]
     assert len(body) == len(expected)  # no line more, and each is what it was
     for line, like in zip(body, expected):
         assert all(c.isprintable() for c in line)
@@ -247,10 +312,20 @@ def table(monkeypatch):
     def printed(text, names=("reward",), extra=None, encoding="utf-8", messages=()):
         yes = torch.ones(1, dtype=torch.bool)
         scored = Scored(torch.ones(1, len(names)), torch.ones(1, 1), yes[:, None], yes, yes)
-        episode = Episode(text, [1], completion_ids=[1], starts=[0], messages=list(messages), completion=text)
+        episode = Episode(
+            text, [1], completion_ids=[1], starts=[0], messages=list(messages), completion=text
+        )
         batch = ScoringBatch([text], [list(messages) or text], [[1]], episodes=[episode])
         samples = Samples(
-            None, None, batch, scored, torch.zeros(1, 0), extra or {}, TokenScores(torch.zeros(1, 1)), None, None
+            None,
+            None,
+            batch,
+            scored,
+            torch.zeros(1, 0),
+            extra or {},
+            TokenScores(torch.zeros(1, 1)),
+            None,
+            None,
         )
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         console = Console(file=stream, width=200, force_terminal=False)
@@ -278,7 +353,8 @@ def table(monkeypatch):
     ids=ascii,
 )
 def test_what_a_model_wrote_is_shown_and_not_obeyed(table, text, seen):
-    """As a prompt, a completion, a message, a column's name and its value, and the name of a reward."""
+    """As a prompt, a completion, a message, a column's name and its value, and the name of a
+    reward."""
     for shown in (
         table(text),
         table([{"role": "user", "content": text}]),
@@ -298,7 +374,9 @@ def test_messages_without_content_and_very_long_text_are_shown(table):
     assert "assistant:" in table([{"role": "assistant", "tool_calls": []}])
     assert limited("x" * (LONGEST + 123), LONGEST) == "x" * LONGEST + "... (123 more characters)"
     assert len(table("x" * 10**6)) < 10 * LONGEST
-    assert len(table("w1", messages=[{"role": "tool", "content": "x" * 10**4}] * 999)) < 10 * LONGEST
+    assert (
+        len(table("w1", messages=[{"role": "tool", "content": "x" * 10**4}] * 999)) < 10 * LONGEST
+    )
 
 
 def test_long_episodes_keep_short_turns_and_both_ends():
@@ -326,12 +404,24 @@ def test_an_exception_in_a_reward_keeps_its_cause_on_every_way_out(tmp_path):
     for function, cause in ((fails, ZeroDivisionError), (fails_later, KeyError)):
         for on_error in ("raise", "skip"):
             with pytest.raises(RewardError, match=function.__name__) as caught:
-                score_all([FunctionReward(function)], batch, None, on_error, 0.5, lambda x: x, torch.device("cpu"))
-            chain, error = [], caught.value
+                score_all(
+                    [FunctionReward(function)],
+                    batch,
+                    None,
+                    on_error,
+                    0.5,
+                    lambda x: x,
+                    torch.device("cpu"),
+                )
+            chain = []
+            error = caught.value
             while error is not None:
                 chain.append(type(error))
                 error = error.__cause__
             assert chain[-1] is cause and len(chain) >= 2
         with pytest.raises(RewardError) as caught:
             trainer(tmp_path, reward_funcs=function).train()
-        assert isinstance(caught.value.__cause__, cause) and caught.value.__cause__.__traceback__ is not None
+        assert (
+            isinstance(caught.value.__cause__, cause)
+            and caught.value.__cause__.__traceback__ is not None
+        )
