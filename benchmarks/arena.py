@@ -269,7 +269,7 @@ def trainer_of(
         if hasattr(environment, "fixed_cost"):
             play["monitor_funcs"] = won
         # else a turn is a word
-        of_task = {"stop_token_ids": [*getattr(environment, "stops", range(kinds + 1))]}
+        of_task = {"stop_token_ids": list(getattr(environment, "stops", range(kinds + 1)))}
     else:
         prompts = Dataset.from_dict(
             {"prompt": [f"w{i} w{j}" for i in range(KINDS) for j in range(KINDS)]}

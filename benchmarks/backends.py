@@ -54,9 +54,9 @@ def measure(
             args = config(f"{directory}/{name}", **settings | fields)
             # a completion has 3/8 of the tokens in the mean, if all tokens are as likely
             if name != KINDS[0]:
-                args.stop_token_ids = [
-                    *range(4, vocabulary, max(3 * args.max_completion_length // 8, 1))
-                ]
+                args.stop_token_ids = list(
+                    range(4, vocabulary, max(3 * args.max_completion_length // 8, 1))
+                )
             trainer = PPOTrainer(
                 base,
                 length_reward,

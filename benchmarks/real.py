@@ -349,8 +349,8 @@ def main() -> None:
             for run in map(json.loads, (file.read_text() for file in sorted(RUNS.glob("*.json"))))
         }
         RESULTS.write_text("[" + ",\n".join(map(json.dumps, known.values())) + "]\n")
-        FIGURE.write_text(figure([*known.values()]))
-        print(table([*known.values()]))
+        FIGURE.write_text(figure(list(known.values())))
+        print(table(list(known.values())))
     elif options.seed is not None:
         for rate, seed in product(options.rate, options.seed):
             once(options.task, options.rival, rate, seed, options.set)

@@ -427,7 +427,7 @@ def main() -> None:
             key(run): run
             for run in map(json.loads, (file.read_text() for file in sorted(RUNS.glob("*.json"))))
         }
-        runs = [*known.values()]
+        runs = list(known.values())
         RESULTS.write_text("[" + ",\n".join(map(json.dumps, runs)) + "]\n")
         FIGURE.write_text(figure(runs))
         print(table(runs))

@@ -118,7 +118,7 @@ def train(setting: str, seed: int) -> dict:
             num_ppo_epochs=4,
             gradient_checkpointing=False,
             max_completion_length=Guess.length,
-            stop_token_ids=[*range(WORDS + 1)],
+            stop_token_ids=list(range(WORDS + 1)),
             max_steps=ROLLOUTS * 4 * ROLLOUT // 64,
             logging_steps=4 * ROLLOUT // 64,
             save_strategy="no",

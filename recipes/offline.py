@@ -67,7 +67,7 @@ def calculator(task: Any) -> Twin:
     ]
     calls = [call("calculate", expression=question) for question in products]
     arguments = {"tools": [task.calculate], "reward_funcs": task.correct}
-    return Twin(rows, [*products.values()], calls + [row["answer"] for row in rows], arguments)
+    return Twin(rows, list(products.values()), calls + [row["answer"] for row in rows], arguments)
 
 
 def wordle(task: Any) -> Twin:
@@ -143,7 +143,7 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
     defaults = {
         "max_completion_length": 128,
         "max_tool_calling_iterations": 6,
-        "stop_token_ids": [*range(len(tokenizer))],  # each token ends a turn
+        "stop_token_ids": list(range(len(tokenizer))),  # each token ends a turn
         "max_steps": 120,
         "generation_batch_size": twin.completions,
         "per_device_train_batch_size": 32,

@@ -41,7 +41,9 @@ def replay(run_dir: str, row: int, step: int | None = None, mode: str = "train")
         )
     step = max(sheets) if step is None else step
     if step not in sheets:
-        raise ValueError(f"`--step` must be one with logged completions, {[*sheets]}, got {step}.")
+        raise ValueError(
+            f"`--step` must be one with logged completions, {list(sheets)}, got {step}."
+        )
     if not 0 <= row < len(sheets[step]):
         raise ValueError(
             f"`--row` must be from 0 to {len(sheets[step]) - 1} at step {step}, got {row}."

@@ -508,7 +508,7 @@ def baseline(
     """
     numbered = [pair for pair in enumerate(samples) if pair[1] is not sample]
     others = [other for _, other in numbered]
-    weight, mean, center = fit([*others])
+    weight, mean, center = fit(list(others))
     if bootstraps:
         if len(others) >= 8:
             weight = weight
@@ -729,7 +729,7 @@ def gradient_of(models: Models, loss: Tensor) -> dict[str, Tensor]:
     """Gradient of each trained parameter."""
     parameters = models.parameters()
     gradients = torch.autograd.grad(
-        loss, [*parameters.values()], allow_unused=True, materialize_grads=True
+        loss, list(parameters.values()), allow_unused=True, materialize_grads=True
     )
     return dict(zip(parameters, gradients))
 

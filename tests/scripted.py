@@ -34,7 +34,7 @@ class Script(Generator):
 
     def generate(self, prompts, rooms=None):
         rooms = rooms or [1000] * len(prompts)
-        self.calls.append((len(prompts), [*rooms]))
+        self.calls.append((len(prompts), list(rooms)))
         written = []
         for ids, room in zip(prompts, rooms):
             text = self.tokenizer.decode(ids)

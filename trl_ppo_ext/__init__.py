@@ -37,7 +37,7 @@ _MODULES = {
     "estimate_memory": "memory",
 }
 
-__all__ = [*_MODULES]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

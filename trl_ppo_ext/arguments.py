@@ -118,7 +118,7 @@ def check_trainer_arguments(
         raise ValueError(
             f"A prompt {HIDDEN_STATE!r} needs an environment with that method; {remedy}."
         )
-    columns = {*args.other_prompts.values()} - {HIDDEN_STATE}
+    columns = set(args.other_prompts.values()) - {HIDDEN_STATE}
     if columns and (environments.has_instances or environments.rollout_func):
         wrong = (
             "`reference_prompt` or `critic_kwargs['prompt']`: it lacks what an environment adds "
@@ -307,7 +307,6 @@ def read_prompts(
     train, template_kwargs = environments.prepare(
         train, tokenizer, template_kwargs, rows, args.environment_timeout
     )
-    settings = args, context_length, template_kwargs, vocab_size, reason
 
     def tokenize(dataset: Any, name: str) -> Any:
         if isinstance(dataset, dict):
@@ -316,9 +315,16 @@ def read_prompts(
             return None
         if environments.has_instances:
             dataset = with_prompts(dataset, tokenizer, rows)
-        else:
-            dataset = dataset
-        return environments.checked(tokenize_prompts(dataset, tokenizer, name, *settings))
+        tokenized = tokenize_prompts(
+            dataset, tokenizer, name, args, context_length, template_kwargs, vocab_size, reason
+        )
+        return environments.checked(tokenized)
 
-    datasets = tokenize(train, name="train_dataset"), tokenize(evaluation, name="eval_dataset")
-    return Prompts(tokenizer, context_length, template_kwargs, tokenize, *datasets)
+    return Prompts(
+        tokenizer,
+        context_length,
+        template_kwargs,
+        tokenize,
+        train=tokenize(train, name="train_dataset"),
+        evaluation=tokenize(evaluation, name="eval_dataset"),
+    )

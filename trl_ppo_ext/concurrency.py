@@ -41,7 +41,7 @@ def started(awaitable: Awaitable[T], waits: bool = False) -> "Future[T]":
     if waits:
         number = _WAITING
     else:
-        number = next((n + 1 for n, loop in [*_loops.items()] if loop is running), 0)
+        number = next((n + 1 for n, loop in list(_loops.items()) if loop is running), 0)
     loop = _loops.get(number)
     if loop is None:
         loop = _loops.setdefault(number, new := asyncio.new_event_loop())
@@ -83,7 +83,7 @@ async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 def leave_blocked_loops(timeout: float) -> None:
     """Let later coroutines run in a new event loop if a call that exceeded its timeout blocks
     the present one."""
-    for number, loop in [*_loops.items()]:
+    for number, loop in list(_loops.items()):
         answered = Event()
         loop.call_soon_threadsafe(answered.set)
         if not answered.wait(min(1.0, timeout / 2)) and _loops.get(number) is loop:

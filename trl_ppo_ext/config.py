@@ -533,16 +533,18 @@ class PPOConfig(TRLFields, TrainingArguments):
         data.even_batches = True
         data.dispatch_batches = False
         size = self.generation_batch_size
-        sizes = (self.per_device_train_batch_size, self.world_size)
+        micro_batch_size = self.per_device_train_batch_size
         if size is None:
             self.num_mini_batches = self.num_mini_batches or self._default_mini_batches()
         elif self.num_mini_batches is None:
             accumulation = self.gradient_accumulation_steps
             self.num_mini_batches = factor_of(
-                size, "gradient_accumulation_steps", accumulation, *sizes
+                size, "gradient_accumulation_steps", accumulation, micro_batch_size, self.world_size
             )
         else:
-            steps = factor_of(size, "num_mini_batches", self.num_mini_batches, *sizes)
+            steps = factor_of(
+                size, "num_mini_batches", self.num_mini_batches, micro_batch_size, self.world_size
+            )
             # DeepSpeed's config has been filled in by now and would keep the default of 1
             if self.gradient_accumulation_steps not in (
                 {1, steps} if self.deepspeed is None else {steps}
@@ -764,14 +766,14 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.vllm_importance_sampling_correction = overlaps
         idle = sorted(
             {"vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"}
-            & {*self.changed_fields}
+            & set(self.changed_fields)
         )
         if uses_vllm and idle and not self.vllm_importance_sampling_correction:
             logger.warning(
                 "Without `vllm_importance_sampling_correction` these have no effect: %s.",
                 ", ".join(idle),
             )
-        for name in names & {*TABLES["generation_kwargs"][self.generation_backend]}:
+        for name in names & set(TABLES["generation_kwargs"][self.generation_backend]):
             why = (
                 "which follows from the run or the clock, or samples otherwise; remove it, or set "
                 "a field"
@@ -831,17 +833,19 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     def plan(self, num_processes: int) -> BatchPlan:
         """Sizes of a rollout and its parts over this many processes."""
-        sizes = (
-            self.per_device_train_batch_size,
-            self.gradient_accumulation_steps,
-            cast(int, self.num_mini_batches),
+        return BatchPlan(
+            micro_batch_size=self.per_device_train_batch_size,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            num_mini_batches=cast(int, self.num_mini_batches),
+            num_ppo_epochs=self.num_ppo_epochs,
+            num_generations=self.num_generations,
+            num_processes=num_processes,
         )
-        return BatchPlan(*sizes, self.num_ppo_epochs, self.num_generations, num_processes)
 
     def without_rewards(self) -> "PPOConfig":
         """Settings of a run without any reward: with the KL in the loss, a critic has nothing to
         predict."""
-        sets_critic = {"critic", "advantage_level", *_CRITIC_ONLY} & {*self.changed_fields}
+        sets_critic = {"critic", "advantage_level", *_CRITIC_ONLY} & set(self.changed_fields)
         if self.reward_kl is not None or self.missing_eos_penalty is not None or sets_critic:
             return self
         args = copy(self)

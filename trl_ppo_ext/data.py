@@ -238,7 +238,7 @@ def encode(
             ) from error
         text = str(parts)
     if any(str(part) in text for part in parts):  # the template reads text
-        return encode([*map(text_only, prompt)], tokenizer, template_kwargs, opening)
+        return encode(list(map(text_only, prompt)), tokenizer, template_kwargs, opening)
     return ids
 
 
@@ -310,10 +310,10 @@ def _check_columns(dataset: Any, name: str, others: Mapping[str, str]) -> None:
             raise PromptError(
                 f"`{name}` needs the column {column!r} of `{setting}`, got {sorted(columns)}."
             )
-    for column in {*REWARD_ARGUMENTS} & {*columns}:
+    for column in set(REWARD_ARGUMENTS) & set(columns):
         wrong = f"has a column {column!r}, but reward functions have an argument of that name"
         raise PromptError(f"`{name}` {wrong}; rename it (`dataset.rename_column`), or drop it.")
-    for column in {"image", "images"} & {*columns}:
+    for column in {"image", "images"} & set(columns):
         remedy = f"drop it (`dataset.remove_columns({column!r})`) to train on the text"
         raise PromptError(
             f"`{name}` has a column {column!r}, but images are not supported; {remedy}."

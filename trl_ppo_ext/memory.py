@@ -382,14 +382,15 @@ def estimate_memory(
             quantized_to = "int8"
         else:
             quantized_to = in_4_bits
-    sizes = (
-        model_sizes(base, width, quantized_to),
-        adapter_sizes(base, adapter or default_peft_config()),
-    )
-    states = OPTIMIZERS[optimizer]
-    on_gpu = device == "cuda"
     return MemoryEstimate(
-        args, *sizes, tuple(rewards), args.world_size, prompt_length, states, on_gpu
+        args,
+        base=model_sizes(base, width, quantized_to),
+        adapter=adapter_sizes(base, adapter or default_peft_config()),
+        rewards=tuple(rewards),
+        processes=args.world_size,
+        prompt_length=prompt_length,
+        optimizer=OPTIMIZERS[optimizer],
+        on_gpu=device == "cuda",
     )
 
 

@@ -79,7 +79,7 @@ def protected(
         )
     if isinstance(texts, dict):
         with_tags = with_tags or texts.get("role") == "tool"
-        return dict(protected([*pair], tokenizer, template, with_tags) for pair in texts.items())
+        return dict(protected(list(pair), tokenizer, template, with_tags) for pair in texts.items())
     if isinstance(texts, list):
         return [protected(x, tokenizer, template, with_tags) for x in texts]
     return texts

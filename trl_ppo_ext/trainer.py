@@ -196,17 +196,20 @@ class PPOTrainer(Trainer):
         monitor_list = as_list(monitor_funcs)
         reward_tokenizers = as_list(reward_processing_classes)
         environments = Environments(tools, environment_factory, rollout_func)
-        given = (
-            model,
-            reward_list,
-            monitor_list,
-            args,
-            train_dataset,
-            reward_tokenizers,
-            optimizers[0],
-        )
+        optimizer, scheduler = optimizers
         check_trainer_arguments(
-            *given, quantization_config, peft_config, eval_dataset, environments, curriculum
+            model=model,
+            reward_funcs=reward_list,
+            monitor_funcs=monitor_list,
+            args=args,
+            train_dataset=train_dataset,
+            reward_processing_classes=reward_tokenizers,
+            optimizer=optimizer,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            eval_dataset=eval_dataset,
+            environments=environments,
+            curriculum=curriculum,
         )
         if not (reward_list or environments.give_rewards):
             args = args.without_rewards()
@@ -250,19 +253,28 @@ class PPOTrainer(Trainer):
                 reward_list, reward_tokenizers, actor_critic, tokenizer, args, of_rewards
             )
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args, of_monitors)
-        check_optimizers(*optimizers, actor_critic)
+        check_optimizers(optimizer, scheduler, actor_critic)
         has_reward_model = any(isinstance(x, SequenceScorer | ProcessScorer) for x in rewards)
         if has_reward_model and not args.uses_reference and args.process_index == 0:
             logger.warning(
                 "`kl_coef` is 0, and a reward model can be hacked: 0.05 keeps the policy near its "
                 "base."
             )
-        inputs = actor_critic, tokenizer, template_kwargs, rewards, train_dataset, curriculum
-        self._inputs = files.fingerprints(*inputs)
+        self._inputs = files.fingerprints(
+            actor_critic, tokenizer, template_kwargs, rewards, train_dataset, curriculum
+        )
 
         # 4. Set up the Trainer.
-        parts: Any = actor_critic, args, Rows, train_dataset, eval_dataset, tokenizer
-        super().__init__(*parts, callbacks=callbacks, optimizers=optimizers)
+        super().__init__(
+            model=cast(Any, actor_critic),
+            args=args,
+            data_collator=cast(Any, Rows),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+            optimizers=cast(Any, optimizers),
+        )
         set_seed(args.seed, device_specific=True)  # ranks must not sample with the same noise
         distributed.enable_fsdp_on_cpu(self)
         if self.is_fsdp_enabled:  # before anything refers to parameters, which FSDP replaces
@@ -406,7 +418,7 @@ class PPOTrainer(Trainer):
         return loss.nan_to_num(0.0, 0.0, 0.0)
 
     def _collect(self, row_numbers: Rows) -> None:
-        numbers = [*row_numbers]
+        numbers = list(row_numbers)
         size = self.plan.completions_per_process
         # those of the dataloader are read before the last scores are known
         if self.curriculum is not None:

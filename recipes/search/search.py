@@ -61,7 +61,7 @@ def index() -> BM25:
     """Index the corpus, once per process."""
     splits = load_dataset(CORPUS)
     return BM25(
-        [*dict.fromkeys(passage for split in splits.values() for passage in split["context"])]
+        list(dict.fromkeys(passage for split in splits.values() for passage in split["context"]))
     )
 
 

@@ -72,7 +72,7 @@ def test_default_ppo_ends_within_two_percent_of_the_optimum(
         num_mini_batches=4,
         max_steps=16 * rollouts,
         max_completion_length=task.length,
-        stop_token_ids=[*range(turns.WORDS + 1)],  # a turn is a word
+        stop_token_ids=list(range(turns.WORDS + 1)),  # a turn is a word
         kl_coef=0.0,
         save_strategy="no",
         report_to="none",

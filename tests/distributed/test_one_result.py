@@ -61,7 +61,7 @@ CHOICES = {
         "gradient_checkpointing": True,
         "top_k": 1,
         "max_completion_length": 24,
-        "stop_token_ids": [*range(16, 32)],
+        "stop_token_ids": list(range(16, 32)),
         "per_device_generation_batch_size": 3,
     },
     "a gradient that is no number": {"nan_at": 4},
@@ -287,7 +287,7 @@ def test_sharded_policy_is_gathered_once_per_rollout(outcomes, how, gathers):
     # ZeRO-3 keeps what a forward without gradients has gathered, after the updates of a rollout
     # until the next one
     assert max(counts) == counts[0]
-    assert all(len({*each}) == 2 for each in forwards[2:5])  # ranks sample by themselves
+    assert all(len(set(each)) == 2 for each in forwards[2:5])  # ranks sample by themselves
     assert max(map(max, forwards)) > 3 * min(map(min, forwards))
 
 

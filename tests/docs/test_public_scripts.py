@@ -771,7 +771,7 @@ def test_public_script_trains_with_two_names_changed(name, place, monkeypatch):
     first = next(entry for entry in trainer.state.log_history if "reward" in entry)
     scored = [name for name in trainer.reward_func_names if f"rewards/{name}/mean" in first]
     # tools and the game of the last scripts may pay nothing
-    assert math.isfinite(first["reward"]) and set(trainer.reward_func_names) - {*scored} <= {
+    assert math.isfinite(first["reward"]) and set(trainer.reward_func_names) - set(scored) <= {
         "tools",
         "Game",
     }

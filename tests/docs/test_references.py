@@ -64,7 +64,7 @@ bias monitor_funcs reward_funcs callbacks target_modules allow_all""".split()
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_settings_in_the_text_exist(path):
-    fields = {field.name for field in dataclasses.fields(PPOConfig)} | {*OTHER_FIELDS}
+    fields = {field.name for field in dataclasses.fields(PPOConfig)} | set(OTHER_FIELDS)
     for span in spans(TEXTS[path]):
         match = re.fullmatch(r"(?!get_)(\w+)=\S.*", span)
         assert not match or match[1].isupper() or match[1] in fields, span

@@ -123,7 +123,7 @@ def test_push_after_a_failed_push_completes_it(hub, client):
     hub.uploads.clear()
     hub.expired.clear()
     client.run("built.push_to_hub()")
-    assert hub.uploads and not arrived & {*hub.uploads}
+    assert hub.uploads and not arrived & set(hub.uploads)
     local = contents(folder)
     assert held(hub, "failed").keys() == PLAIN
     assert all(

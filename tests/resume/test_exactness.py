@@ -42,7 +42,7 @@ RUNS = {
     "turns": {
         "environment_factory": Echo,
         "reward_funcs": None,
-        "stop_token_ids": [*range(16, 32)],
+        "stop_token_ids": list(range(16, 32)),
     },
 }
 

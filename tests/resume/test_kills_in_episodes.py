@@ -73,7 +73,7 @@ def plain_trainer(tape, args, **kwargs):
             return tape.asked(f"{self.seed} reward", CHANCE.random)
 
     args = config(
-        max_completion_length=24, stop_token_ids=[*range(16, 32)], advantage_level="both", **args
+        max_completion_length=24, stop_token_ids=list(range(16, 32)), advantage_level="both", **args
     )
     kwargs = {"environment_factory": Game, "train_dataset": prompts()} | kwargs
     if kwargs.get("curriculum"):  # two environments

@@ -140,7 +140,7 @@ def test_table_equals_scoring_by_hand(model, monkeypatch, quantization):
         "disagreement": sum(a != b for a, b in zip(*orders)) / 24,
         "largest difference": max(abs(a - b) for a, b in zip(full, quantized)),
     }
-    assert table.loc[[*differences], quantization].to_dict() == pytest.approx(differences)
+    assert table.loc[list(differences), quantization].to_dict() == pytest.approx(differences)
     assert differences["rank agreement"] < 1  # there is a difference to be measured
 
 
@@ -221,7 +221,7 @@ def test_command_prints_table_and_verdict(model, expected, tmp_path, capsys):
     rows = {
         name.strip(): cells for name, *cells in (line.rsplit(None, 2) for line in printed[2:-1])
     }
-    assert printed[0] == "24 pairs" and re.split(r"\s{2,}", printed[1].strip()) == [*expected]
+    assert printed[0] == "24 pairs" and re.split(r"\s{2,}", printed[1].strip()) == list(expected)
     assert rows == {
         name: [f"{x:.3f}".replace("nan", "–") for x in row] for name, *row in expected.itertuples()
     }

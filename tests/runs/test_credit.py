@@ -66,7 +66,7 @@ class Ending(Endless):
 def episodes_run(output_dir, environment, **kwargs):
     settings = {
         "max_completion_length": 40,
-        "stop_token_ids": [*range(4, 32)],
+        "stop_token_ids": list(range(4, 32)),
         "max_steps": 1,
         "num_mini_batches": 1,
     }
@@ -300,7 +300,7 @@ def test_truncated_completions_bootstrap_if_they_are_told_to(tmp_path, bootstrap
 
     settings = {
         "max_completion_length": 6,
-        "stop_token_ids": [*range(24, 32)],
+        "stop_token_ids": list(range(24, 32)),
         "critic": "head",
         "max_steps": 1,
     }
@@ -348,7 +348,7 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
         shown = {"critic": [x.other_prompts["critic"] for x in batch.episodes]}
     else:
         shown = {}
-    assert all(len({*map(len, x)}) > 1 and min(map(len, x)) > 2 for x in shown.values())
+    assert all(len(set(map(len, x))) > 1 and min(map(len, x)) > 2 for x in shown.values())
     sampled = [[1] * end for end in ends]
     sequences = Sequences.from_token_ids(
         [x.prompt_ids for x in batch.episodes], cut, 0, "cpu", shown, sampled
@@ -443,7 +443,7 @@ def test_explained_variance_of_turns_is_at_their_first_tokens(tmp_path):
         "advantage_level": "turn",
         "lam_critic": 1.0,
         "kl_coef": 0.0,
-        "stop_token_ids": [*range(16, 32)],
+        "stop_token_ids": list(range(16, 32)),
     }
     # units move while rollouts are held out
     settings |= {"critic": "head", "normalize_values": False}

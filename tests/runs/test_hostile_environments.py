@@ -139,7 +139,7 @@ def test_hostile_plain_environments_are_counted_and_skipped(tmp_path, monkeypatc
         llama(),
         args=config(
             tmp_path,
-            stop_token_ids=[*range(16, 32)],
+            stop_token_ids=list(range(16, 32)),
             max_completion_length=16,
             **settings | failing,
         ),

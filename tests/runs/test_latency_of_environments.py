@@ -44,7 +44,7 @@ def test_rollout_takes_the_longest_chain_of_answers(tmp_path, factory, episodes,
         args=config(
             tmp_path,
             max_completion_length=256,
-            stop_token_ids=[*range(8, 32)],
+            stop_token_ids=list(range(8, 32)),
             per_device_eval_batch_size=episodes,
         ),
         processing_class=tokenizer(),

@@ -90,7 +90,7 @@ class Watch(TrainerCallback):
         self.forwards = []
 
     def per_token(self, prompts, completion_ids, **kwargs):
-        self.rollouts.append([*zip(tokenizer(FEW_WORDS)(prompts)["input_ids"], completion_ids)])
+        self.rollouts.append(list(zip(tokenizer(FEW_WORDS)(prompts)["input_ids"], completion_ids)))
         return [token_scores(ids) for ids in completion_ids]
 
     def at_the_end(self, completion_ids, **kwargs):
@@ -180,7 +180,7 @@ def metrics_of_rollout(samples, is_fitted):
         "completions/clipped_ratio": statistics.mean(sample.truncated for sample in samples),
     }
     if samples[0].values:
-        pairs = [[*zip(sample.outcomes, sample.explains)] for sample in samples]
+        pairs = [list(zip(sample.outcomes, sample.explains)) for sample in samples]
         metrics["value/explained_variance"] = (
             0.0 if is_fitted else explained([x for row in pairs for x in row])
         )

@@ -98,7 +98,7 @@ def test_rows_keep_the_prompts_of_other_roles(role):
     assert (
         getattr(part, f"for_{role}").packed.input_ids[-5:].tolist() == SECRETS[0] + COMPLETIONS[0]
     )
-    [other] = {*ROLES} - {role}
+    [other] = set(ROLES) - {role}
     assert getattr(part, f"for_{other}") is part
 
 
@@ -221,9 +221,9 @@ def test_secret_reaches_one_role_alone(tmp_path, capsys, role, settings):
     for rollout, samples in rollouts:
         given = rollout.sequences
         assert all(set(secret) <= set(row) for row in getattr(given, f"{role}_prompt_ids").tolist())
-        [other] = {*ROLES} - {role}
+        [other] = set(ROLES) - {role}
         assert getattr(given, f"{other}_prompt_ids") is None
-        assert not set(secret) & {*given.prompt_ids.flatten().tolist()}
+        assert not set(secret) & set(given.prompt_ids.flatten().tolist())
         assert SECRET not in str(samples.batch.completions)
     table = capsys.readouterr().out
     assert seen and "completion" in table and SECRET not in f"{seen} {table}"
@@ -366,7 +366,7 @@ def test_reference_that_sees_more_teaches_without_a_reward(tmp_path, caplog, mon
     kls = [log["kl_per_completion"] for log in run.state.log_history if "kl_per_completion" in log]
     rewards = [log["reward"] for log in run.state.log_history if "reward" in log]
     assert kls[0] > 0.05 and sum(kls[-3:]) < 2.4 * kls[0], kls
-    assert {*rewards} == {0.0} and "teaches nothing" not in caplog.text
+    assert set(rewards) == {0.0} and "teaches nothing" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_every_row_comes_once_per_epoch_also_when_resumed(plan, seed, data):
     seen = [batch.rollout.sequences.completion_ids[:, 0].sub(1).tolist() for batch in whole]
     per_epoch = len(whole) // plan.num_ppo_epochs
     for epoch in range(plan.num_ppo_epochs):
-        of_epoch = [*chain(*seen[epoch * per_epoch : (epoch + 1) * per_epoch])]
+        of_epoch = list(chain(*seen[epoch * per_epoch : (epoch + 1) * per_epoch]))
         assert sorted(of_epoch) == list(range(size))
     assert [batch.step for batch in whole] == [
         step
@@ -257,11 +257,11 @@ def test_ranks_share_each_rollout_in_whole_groups(plan, rows, shuffle, seed, epo
     shares = [list(share(rank)) for rank in range(plan.num_processes)]
     assert {len(of_rank) for of_rank in shares} == {sampler.rollouts * plan.micro_steps}
     for position, parts in enumerate(zip(*shares)):
-        together = [*chain(*parts)]
+        together = list(chain(*parts))
         first = position - position % plan.micro_steps
-        assert together == [
-            *chain(*(of_rank[first] for of_rank in shares))
-        ]  # the rollout, for each of its micro-steps
+        assert together == list(
+            chain(*(of_rank[first] for of_rank in shares))
+        )  # the rollout, for each of its micro-steps
         groups = [
             together[i : i + plan.num_generations]
             for i in range(0, len(together), plan.num_generations)

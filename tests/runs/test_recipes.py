@@ -375,7 +375,7 @@ def test_wordle_marks_letters_and_rewards_each_guess(monkeypatch):
         for split in ("train", "test")
     }
     assert all(re.fullmatch("[a-z]{5}", word) for split in words.values() for word in split)
-    assert not {*words["train"]} & {*words["test"]}
+    assert not set(words["train"]) & set(words["test"])
 
 
 PASSAGES = [

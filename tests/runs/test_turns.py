@@ -160,7 +160,7 @@ def echo_trainer(output_dir, **kwargs):
         "train_dataset": prompts(),
         "processing_class": tokenizer(),
     } | extra
-    settings = {"max_completion_length": 24, "stop_token_ids": [*range(16, 32)], "max_steps": 8}
+    settings = {"max_completion_length": 24, "stop_token_ids": list(range(16, 32)), "max_steps": 8}
     return PPOTrainer(llama(), args=config(output_dir, **settings | kwargs), **extra)
 
 
@@ -251,7 +251,7 @@ def test_group_of_episodes_shares_its_seed(tmp_path):
     seen = rollouts_of(run)
     run.train()
     seeds = [episode.environment.seed for episode in seen[0][1].batch.episodes]
-    assert len({*seeds}) == 2 and seeds[:4] == [seeds[0]] * 4
+    assert len(set(seeds)) == 2 and seeds[:4] == [seeds[0]] * 4
     assert "frac_reward_zero_std" in run.state.log_history[0]
 
 
@@ -289,7 +289,7 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
     torch.manual_seed(0)
     episodes = [torch.randint(4, 28, (3 + 2 * row,)).tolist() for row in range(6)]
     turns = generator.conversation()
-    rows = [*range(6)]
+    rows = list(range(6))
     tails = []
     for turn in range(4):
         seen = forwards_of(run)
@@ -318,7 +318,7 @@ def test_observations_without_tokens_leave_cache_and_samples_as_they_are(tmp_pat
     turns = generator.conversation()
     alone = generator.conversation()
     for turn in range(6):
-        sampled = turns(episodes, [3] * 8, [*range(8)])
+        sampled = turns(episodes, [3] * 8, list(range(8)))
         assert sampled == generator.generate(episodes, [3] * 8)
         assert alone(episodes[:1], [3], [0]) == sampled[:1]
         if silent(turn):
@@ -349,7 +349,7 @@ def test_processors_read_the_tokens_of_earlier_turns(tmp_path, settings):
     turns = generator.conversation()
     episodes = [[4 + row, 5, 6][row % 2 :] for row in range(6)]
     for _ in range(3):
-        sampled = turns(episodes, [4] * 6, [*range(6)])
+        sampled = turns(episodes, [4] * 6, list(range(6)))
         assert sampled == generator.generate(episodes, [4] * 6)
         episodes = [ids + new for ids, new in zip(episodes, sampled)]
 
@@ -507,7 +507,7 @@ def test_advantage_of_a_turn_is_that_of_its_tokens_or_of_its_first_one(
         advantage = 0.0
         expected = []
         for (_, reward), value, after in reversed(
-            [*zip(episode.rewards, values, [*values[1:], 0.0])]
+            list(zip(episode.rewards, values, [*values[1:], 0.0]))
         ):
             advantage = reward + 0.9 * after - value + 0.9 * lam * advantage
             expected.insert(0, advantage)
@@ -529,7 +529,7 @@ def test_advantage_of_a_turn_is_that_of_its_tokens_or_of_its_first_one(
         mask = rollout.response_mask
         assert (
             weights[mask].mean().item() == pytest.approx(1)
-            and len({*weights[weights > 0].tolist()}) == 1
+            and len(set(weights[weights > 0].tolist())) == 1
         )
     else:
         assert critic == "none" or (
@@ -538,7 +538,7 @@ def test_advantage_of_a_turn_is_that_of_its_tokens_or_of_its_first_one(
 
 
 def test_both_levels_are_turns_where_they_have_a_token_and_tokens_where_there_is_a_turn(tmp_path):
-    words = {"stop_token_ids": [*range(32)], "gamma": 0.9, "critic": "adapter"}
+    words = {"stop_token_ids": list(range(32)), "gamma": 0.9, "critic": "adapter"}
 
     def per_token(completion_ids, **_):
         return [[float(token % 2) for token in ids] for ids in completion_ids]
@@ -953,7 +953,7 @@ def two_environments(output_dir, **kwargs):
     rows = (
         prompts(8)
         .add_column("environment", ["echo", "short"] * 4)
-        .add_column("number", [*range(8)])
+        .add_column("number", list(range(8)))
     )
     return echo_trainer(
         output_dir, environment_factory={"echo": Echo, "short": Short}, train_dataset=rows, **kwargs

@@ -225,7 +225,7 @@ def test_message_without_content_needs_tool_calls():
 )
 def test_parts_of_a_message_are_read_by_any_template(template):
     def ids_of(*parts):
-        rows = dataset([{"role": "user", "content": [*parts]}])
+        rows = dataset([{"role": "user", "content": list(parts)}])
         return tokenize_prompts(rows, chat_tokenizer(template), "train_dataset", 4)[0][PROMPT_IDS]
 
     assert ids_of({"type": "text", "text": "w1"}, {"type": "text", "text": " w2"}) == [5, 6]
@@ -277,7 +277,7 @@ def test_keys_that_arrow_adds_are_not_rendered(template):
     for call, kind in ((SEARCH, "string"), (WEATHER, "integer"), (SEARCH, "string")):
         function = {"name": call["function"]["name"], "description": "d"}
         fields = {key: {"type": kind} for key in call["function"]["arguments"]}
-        parameters = {"type": "object", "properties": fields, "required": [*fields]}
+        parameters = {"type": "object", "properties": fields, "required": list(fields)}
         schemas.append([{"type": "function", "function": function | {"parameters": parameters}}])
     kwargs = [{"reasoning_effort": "high"}, {"enable_thinking": False}, {}]
     built = byte_tokenizer(template)
@@ -363,7 +363,7 @@ class Tasks(torch.utils.data.Dataset):
 
 def test_map_style_dataset_of_torch_keeps_its_rows():
     rows = tokenize_prompts(Tasks(), tokenizer(), "train_dataset", 4)
-    assert [*rows] == [Tasks()[index] | {PROMPT_IDS: [4 + index]} for index in range(2)]
+    assert list(rows) == [Tasks()[index] | {PROMPT_IDS: [4 + index]} for index in range(2)]
 
 
 def test_text_and_chat_in_one_column_raise():
@@ -511,7 +511,7 @@ def test_last_row_is_drawn_where_single_precision_would_end_beyond_it(monkeypatc
         "rand",
         lambda size, dtype=torch.float32, **kwargs: torch.tensor(1 - 2.0**-24, dtype=dtype),
     )
-    assert sorted(drawn(torch.ones(512), 512)) == [*range(512)]
+    assert sorted(drawn(torch.ones(512), 512)) == list(range(512))
 
 
 def test_neighboring_rows_are_drawn_independently():
@@ -564,7 +564,7 @@ def test_stream_equals_the_unshuffled_sampler():
         expected = list(sampler(rows, prompts_, 1, 1, shuffle=False))
         for epoch in range(2):
             numbers = range(epoch * len(expected), (epoch + 1) * len(expected))
-            read = [row["row"] for row in stream.__getitems__([*numbers])]
+            read = [row["row"] for row in stream.__getitems__(list(numbers))]
             assert read == expected, (rows, prompts_, epoch)
 
 
@@ -578,7 +578,8 @@ def test_stream_skips_rows_of_finished_rollouts():
 def test_shuffled_stream_changes_its_order_per_epoch():
     rows = streamed(Dataset.from_dict({"row": list(range(30))})).shuffle(seed=0, buffer_size=30)
     once, again = (
-        [row["row"] for row in StreamedRows(rows, 6).__getitems__([*range(60)])] for _ in range(2)
+        [row["row"] for row in StreamedRows(rows, 6).__getitems__(list(range(60)))]
+        for _ in range(2)
     )
     assert once == again and once[:30] != once[30:]
     assert sorted(once[:30]) == sorted(once[30:]) == list(range(30))

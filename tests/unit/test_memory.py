@@ -52,7 +52,7 @@ def qwen3():
 
 def bytes_of(model):
     """Bytes of all storages of a model, with those of quantization constants."""
-    tensors = [*model.parameters()]
+    tensors = list(model.parameters())
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
         for part in (state, getattr(state, "state2", None)):

@@ -60,7 +60,7 @@ def test_every_overridden_private_method_is_listed():
     overridden = {
         name for name in vars(PPOTrainer) if name.startswith("_") and not name.startswith("__")
     }
-    overridden &= {*dir(transformers.Trainer)}
+    overridden &= set(dir(transformers.Trainer))
     assert overridden and overridden <= LISTED
 
 

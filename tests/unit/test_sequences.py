@@ -97,8 +97,8 @@ def episodes(rows=range(4)):
 def test_packed_rows_follow_each_other_and_are_read_before_sampled_tokens():
     packed = episodes().packed
     rows = [PROMPTS[r] + COMPLETIONS[r] for r in range(4)]
-    assert packed.input_ids.tolist() == [*itertools.chain(*rows)]
-    assert packed.position_ids.tolist() == [*itertools.chain(*(range(len(row)) for row in rows))]
+    assert packed.input_ids.tolist() == list(itertools.chain(*rows))
+    assert packed.position_ids.tolist() == list(itertools.chain(*(range(len(row)) for row in rows)))
     assert packed.starts.tolist() == [0, *itertools.accumulate(map(len, rows))]
     following = packed.input_ids[packed.reads + 1]
     assert torch.equal(following, episodes().pick(episodes().completion_ids))
@@ -144,15 +144,15 @@ def test_rollout_in_progress_keeps_the_mask_of_sampled_tokens():
 
 def test_minibatches_of_an_epoch_hold_every_row_once():
     rows = schedule(BatchPlan(2, 3, 2, num_ppo_epochs=3))
-    assert rows.shape == (6, 6) and rows[:2].flatten().tolist() == [*range(12)]
-    assert all(epoch.flatten().sort().values.tolist() == [*range(12)] for epoch in rows.split(2))
+    assert rows.shape == (6, 6) and rows[:2].flatten().tolist() == list(range(12))
+    assert all(epoch.flatten().sort().values.tolist() == list(range(12)) for epoch in rows.split(2))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 7])
 def test_cut_makes_the_largest_micro_batch_as_small_as_possible(parts):
     lengths = torch.randint(1, 12, (7,), generator=torch.Generator().manual_seed(parts))
     cut_rows = cut(torch.tensor([6, 0, 3, 1, 5, 2, 4]), lengths, parts)
-    assert len(cut_rows) == parts and torch.cat(cut_rows).sort().values.tolist() == [*range(7)]
+    assert len(cut_rows) == parts and torch.cat(cut_rows).sort().values.tolist() == list(range(7))
     best = lengths.sort(descending=True).values
 
     def largest(batches):

@@ -148,7 +148,7 @@ def test_environment_of_a_package_is_trained_on(tmp_path, package):
             num_ppo_epochs=1,
             per_device_train_batch_size=8,
             max_completion_length=1024,
-            stop_token_ids=[*range(4, len(text))],
+            stop_token_ids=list(range(4, len(text))),
         ),
         train_dataset=Dataset.from_list(rows * 16),
         processing_class=text,

@@ -49,7 +49,7 @@ def test_inadmissible_command_takes_a_turn_and_reaches_no_engine(games, tmp_path
     ]
     listed = first.partition("\n")[2].partition("\n")[2]
     assert [x[:2] for x in steps] == [(f"You cannot do that.\n{listed}", 0.0)] * 6
-    assert [x[2] for x in steps] == [False] * 5 + [True] and not [*tmp_path.iterdir()]
+    assert [x[2] for x in steps] == [False] * 5 + [True] and not list(tmp_path.iterdir())
 
 
 def test_games_that_start_in_threads_are_those_of_one_after_the_other(games):
@@ -57,7 +57,7 @@ def test_games_that_start_in_threads_are_those_of_one_after_the_other(games):
         return TextWorld().reset(games[number % 2], 0)
 
     with ThreadPoolExecutor(16) as threads:
-        assert [*threads.map(start, range(64))] == [start(number) for number in range(64)]
+        assert list(threads.map(start, range(64))) == [start(number) for number in range(64)]
 
 
 def test_cost_is_subtracted_from_the_reward_of_each_command(games):

@@ -96,14 +96,14 @@ def test_logprobs_of_every_rollout_are_those_of_the_policy(variant, tmp_path, ba
     stops = {1, *settings.get("stop_token_ids", [])}
     for prompts, completions in groups:
         assert all(
-            (ids[-1] in stops or len(ids) == 8) and not stops & {*ids[:-1]} for ids in completions
+            (ids[-1] in stops or len(ids) == 8) and not stops & set(ids[:-1]) for ids in completions
         )
         copies = [
             [tuple(ids) for x, ids in zip(prompts, completions) if x == prompt]
-            for prompt in {*prompts}
+            for prompt in set(prompts)
         ]
         assert {len(x) for x in copies} == {run.args.num_generations}
-        assert run.args.num_generations == 1 or all(len({*x}) > 1 for x in copies)
+        assert run.args.num_generations == 1 or all(len(set(x)) > 1 for x in copies)
 
 
 def test_greedy_completions_are_those_of_transformers(tmp_path, base):
@@ -145,7 +145,7 @@ def test_every_adapter_has_a_new_name_and_leaves_the_disk(run, monkeypatch):
     for seed in range(3):
         move(run, seed)
         with generator.awake():
-            assert not [*generator.folder.iterdir()]
+            assert not list(generator.folder.iterdir())
             # or it is read at every token
             assert not generator.engine.requests[generator.version].load_inplace
     assert (

@@ -51,7 +51,7 @@ def script(path, *arguments, launcher=()):
 def test_logprobs_of_turns_are_at_their_tokens(tmp_path, base):
     settings = {
         "max_completion_length": 24,
-        "stop_token_ids": [*range(16, 32)],
+        "stop_token_ids": list(range(16, 32)),
         "learning_rate": 0.03,
     }
     settings["vllm_importance_sampling_correction"] = True

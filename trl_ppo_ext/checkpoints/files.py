@@ -92,7 +92,7 @@ def save_critic(
         os.makedirs(output_dir, exist_ok=True)
         parameters = {name: weights[f"value_head.{name}"] for name, _ in head.named_parameters()}
         units = {
-            x: tensor([*moments[x]], dtype=float64)
+            x: tensor(list(moments[x]), dtype=float64)
             for x in moments
             if head.is_normalized or x == "rewards"
         }
@@ -236,7 +236,7 @@ class SettingsChange(NamedTuple):
             tunable = TUNABLE
         if current["zero_stage"] is not None:  # DeepSpeed loads rates and schedule with its state
             tunable = set()
-        return cls(listed, {*listed} - tunable)
+        return cls(listed, set(listed) - tunable)
 
 
 def digest_of_run(args: PPOConfig, inputs: dict[str, Any]) -> str:

@@ -412,16 +412,14 @@ def model_arguments(
     load_config("model_name_or_path", name, hub_kwargs(args))  # for its error
     # the compute dtype of a quantized base is the run's, unless a dtype is named
     quantized = replace(config, dtype=None if model.dtype == "auto" else model.dtype)
-    place = script.directory, args.max_completion_length
+    find = partial(
+        find_reward, directory=script.directory, max_completion_length=args.max_completion_length
+    )
     return {
         "model": name,
         "args": args,
-        "reward_funcs": [
-            find_reward(reward, "reward_funcs", *place) for reward in script.reward_funcs or []
-        ],
-        "monitor_funcs": [
-            find_reward(reward, "monitor_funcs", *place) for reward in script.monitor_funcs or []
-        ],
+        "reward_funcs": [find(name, "reward_funcs") for name in script.reward_funcs or []],
+        "monitor_funcs": [find(name, "monitor_funcs") for name in script.monitor_funcs or []],
         "peft_config": model.adapter_name_or_path or trl.get_peft_config(config),
         "quantization_config": trl.get_quantization_config(quantized),
     }

@@ -89,7 +89,9 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     source = script.dataset_name
     streamed.dataset_streaming |= source is not None and not os.path.exists(source)
     splits = {
-        name: Dataset.from_list([*rows.take(ROWS)]) if isinstance(rows, IterableDataset) else rows
+        name: Dataset.from_list(list(rows.take(ROWS)))
+        if isinstance(rows, IterableDataset)
+        else rows
         for name, rows in load_datasets(streamed).items()
     }
 
@@ -121,16 +123,15 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     # 3. Print sizes, memory, and one prompt.
     ids = prompts.train[PROMPT_IDS]
     context = prompts.context_length
-    lengths = [*map(len, ids)]
+    lengths = list(map(len, ids))
     rewards = [*(script.reward_funcs or []), *(x.name for x in environments.rewards)]
-    print(
-        f"model:   {name}; "
-        f"{'quantized' if arguments['quantization_config'] else 'not quantized'}\nrewards: "
-        f"{', '.join(rewards) or 'none'}; monitored: "
-        f"{', '.join(script.monitor_funcs or ['none'])}\nprompts: {min(lengths)} to {max(lengths)} "
-        f"tokens in {len(lengths)} rows, of a context of "
-        f"{context}\n{args.plan(args.world_size).summary(args.max_steps, args.num_train_epochs)}"
-    )
+    is_quantized = arguments["quantization_config"] is not None
+    monitored = script.monitor_funcs or ["none"]
+    described = f"{min(lengths)} to {max(lengths)} tokens in {len(lengths)} rows"
+    print(f"model:   {name}; {'quantized' if is_quantized else 'not quantized'}")
+    print(f"rewards: {', '.join(rewards) or 'none'}; monitored: {', '.join(monitored)}")
+    print(f"prompts: {described}, of a context of {context}")
+    print(args.plan(args.world_size).summary(args.max_steps, args.num_train_epochs))
     room = prompt_limit(args.max_completion_length, context, args.max_prompt_length)
     device = args.device
     most = min(max(PROMPT_LENGTH, *lengths), room)

@@ -145,7 +145,7 @@ class TextEnvironment:
     def __init__(self, instance: Any):
         self.instance = instance
         # `reset(*, seed, options)` of Gymnasium, `reset(seed)` of gem
-        names = [*inspect.signature(instance.reset).parameters]
+        names = list(inspect.signature(instance.reset).parameters)
         if "options" in names or names[0] == "seed":
             self.keywords = names
         else:

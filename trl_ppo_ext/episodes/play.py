@@ -159,7 +159,7 @@ class EnvironmentPlayer(Player):
                 self._show(episode, state)
 
         active = episodes
-        going_on = [*range(len(episodes))]
+        going_on = list(range(len(episodes)))
         sample_turns = self.generator.conversation()
         while active:
             # 4. Sample a turn for each unfinished episode, within what is left of its length.
@@ -333,8 +333,16 @@ def with_observation(prompt: Any, observation: Any) -> Any:
 class FunctionPlayer(Player):
     """Plays the episodes of a function with the interface of TRL's `rollout_func`."""
 
-    def __init__(self, function: Callable, trainer: Any, vocab_size: int, *settings: Any):
-        super().__init__(*settings)
+    def __init__(
+        self,
+        function: Callable,
+        trainer: Any,
+        vocab_size: int,
+        generator: Generator,
+        tokenizer: PreTrainedTokenizerBase,
+        bootstraps: bool = False,
+    ):
+        super().__init__(generator, tokenizer, bootstraps)
         self.function = function
         self.trainer = trainer
         self.vocab_size = vocab_size
@@ -369,9 +377,9 @@ class FunctionPlayer(Player):
             # 2. Check the token ids of each row, up to the last one that the policy sampled.
             try:
                 prompt_ids, completion_ids = (
-                    [*map(index, own.pop(x))] for x in ("prompt_ids", "completion_ids")
+                    list(map(index, own.pop(x))) for x in ("prompt_ids", "completion_ids")
                 )
-                sampled = [*map(int, own.pop("env_mask", [1] * len(completion_ids)))]
+                sampled = list(map(int, own.pop("env_mask", [1] * len(completion_ids))))
                 end = len(sampled) - sampled[::-1].index(1)  # nothing is learned from what follows
             except (KeyError, TypeError, ValueError):
                 end = 0

@@ -167,7 +167,7 @@ class _Ends(StoppingCriteria):
     def __init__(self, generator: "TransformersGenerator", input_ids: Tensor, rooms: list[int]):
         self.start = input_ids.shape[1]
         self.strings = generator.stop_strings
-        self.stops = generator._on_device([*generator.stop_token_ids])
+        self.stops = generator._on_device(list(generator.stop_token_ids))
         self.share = generator.leaving
         self.lengths = generator._on_device(rooms)
 
@@ -294,7 +294,7 @@ class TransformersGenerator(Generator):
         else:
             config.top_k = 1
         # rows by place in the cache
-        rows = [*range(len(ids))]
+        rows = list(range(len(ids)))
         completions = dict[int, list[int]]()
         logprobs: list[list[float]] = [[] for _ in rows]
         while True:
@@ -314,7 +314,7 @@ class TransformersGenerator(Generator):
                 break
             # rows that ended leave; those of a conversation rest behind the others, for its next
             # turn
-            order = staying + (sorted({*range(len(rows))} - {*staying}) if is_turn else [])
+            order = staying + (sorted(set(range(len(rows))) - set(staying)) if is_turn else [])
             cache.batch_select_indices(self._on_device(order))
             rows = [rows[place] for place in order]
             index = self._on_device(staying)

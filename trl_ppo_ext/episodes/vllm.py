@@ -172,8 +172,8 @@ class VLLMGenerator(Generator):
         if self.temperature:
             copies = copies
         else:
-            copies = Counter([*copies])
-        return [Request([*x], n, seed, room[x]) for (x, n), seed in zip(copies.items(), seeds)]
+            copies = Counter(list(copies))
+        return [Request(list(x), n, seed, room[x]) for (x, n), seed in zip(copies.items(), seeds)]
 
     def _completions(
         self, prompts: list[list[int]], sampled: list[list[Sampled]]
@@ -396,5 +396,5 @@ class ColocatedEngine:
 
 
 def _sampled(completion: Any) -> Sampled:
-    ids = [*completion.token_ids]
+    ids = list(completion.token_ids)
     return Sampled(ids, [entry[token].logprob for token, entry in zip(ids, completion.logprobs)])

@@ -128,7 +128,7 @@ class VLLMServer:
         def read(body: Any) -> list[Sampled]:
             choices = sorted(body["choices"], key=lambda choice: choice["index"])
             sampled = [
-                Sampled(x["token_ids"], [*map(float, x["logprobs"]["token_logprobs"])])
+                Sampled(x["token_ids"], list(map(float, x["logprobs"]["token_logprobs"])))
                 for x in choices
             ]
             fits = [0 < len(x.ids) == len(x.logprobs) <= request.max_tokens for x in sampled]

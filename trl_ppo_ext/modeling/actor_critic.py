@@ -34,7 +34,7 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     implementation = config._attn_implementation
     if implementation != "sdpa" and "flash" not in implementation:
         return f"`attn_implementation` is {implementation!r}"
-    others = {*(getattr(config, "layer_types", None) or ())} - {
+    others = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",
     }
@@ -211,7 +211,7 @@ class ActorCritic(nn.Module):
         # names of trained parameters, which FSDP replaces; PEFT takes tens of milliseconds to find
         # them
         trained = [name for name in (self.policy_adapter, critic_adapter) if name is not None]
-        self._names = {name: {*adapter_parameters(policy, name)} for name in trained}
+        self._names = {name: set(adapter_parameters(policy, name)) for name in trained}
         self.train()
 
     def __getattr__(self, name: str) -> Any:

@@ -203,7 +203,7 @@ def kind_of_critic(head: dict[str, Tensor], has_adapter: bool) -> str:
     """Value of `PPOConfig.critic` for saved weights of a value head."""
     if has_adapter:
         return "adapter"
-    if {"first.weight", "inputs.weight"} & {*head}:
+    if {"first.weight", "inputs.weight"} & set(head):
         return "side"
     return "head"
 

@@ -84,7 +84,7 @@ def _differing(model: Any, files: dict[str, str]) -> Iterator[str]:
                 key = name.removeprefix(f"{base.base_model_prefix}.")
             if key in files and _is_plain(parameter):
                 stored = opened[files[key]].get_slice(key)
-                if [*parameter.shape] != stored.get_shape() or not _same_rows(
+                if list(parameter.shape) != stored.get_shape() or not _same_rows(
                     parameter.detach(), stored
                 ):
                     yield name

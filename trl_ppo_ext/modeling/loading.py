@@ -297,7 +297,7 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
         # the user's own save must not publish the adapters of other roles, which are added later
         if not isinstance(policy.save_pretrained, partial):  # otherwise by an earlier trainer
             policy.save_pretrained = partial(
-                policy.save_pretrained, selected_adapters=[*policy.peft_config]
+                policy.save_pretrained, selected_adapters=list(policy.peft_config)
             )
     elif isinstance(peft_config, str):
         policy = PeftModel.from_pretrained(model, peft_config, is_trainable=True)
@@ -406,8 +406,14 @@ def load_actor_critic(
             raise ValueError(
                 f"The critic of `critic_init={start!r}` does not fit the model: {error}"
             ) from None
-    settings = args.critic_options.backprop, args.cast_lm_head_to_fp32
-    return ActorCritic(policy, head, reference, critic_adapter, *settings)
+    return ActorCritic(
+        policy,
+        value_head=head,
+        reference_adapter=reference,
+        critic_adapter=critic_adapter,
+        critic_backprop=args.critic_options.backprop,
+        cast_lm_head_to_fp32=args.cast_lm_head_to_fp32,
+    )
 
 
 def check_optimizers(
@@ -435,8 +441,8 @@ def check_optimizers(
     if optimizer is None or not missing:
         return
     if scheduler is not None or not critic.issuperset(map(id, missing.values())):
-        weights = f"`{[*missing][-1]}` and {len(missing) - 1} others"
+        weights = f"`{list(missing)[-1]}` and {len(missing) - 1} others"
         raise ValueError(f"`optimizers` lacks {weights}; set `optim` and `learning_rate` instead.")
     rate = getattr(actor_critic.value_head, "learning_rate", None) or optimizer.defaults["lr"]
     # no script could have the critic
-    optimizer.add_param_group({"params": [*missing.values()], "lr": rate})
+    optimizer.add_param_group({"params": list(missing.values()), "lr": rate})

@@ -299,5 +299,7 @@ def token_logprobs(
     logits (about 1e-6 for logits around 10), so where both nearly agree it may be slightly
     negative; it is not clamped.
     """
-    settings = temperature, cap, ref_hidden, with_entropy, in_float32
-    return TokenScores(*_TokenLogprobs.apply(hidden, weight, bias, tokens, *settings))
+    scores = _TokenLogprobs.apply(
+        hidden, weight, bias, tokens, temperature, cap, ref_hidden, with_entropy, in_float32
+    )
+    return TokenScores(*scores)

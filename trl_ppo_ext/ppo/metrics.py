@@ -101,7 +101,7 @@ class Metrics:
                 if key.startswith(kind)
             }
             if entries:
-                reduced = reduce(torch.stack([*entries.values()])).tolist()
+                reduced = reduce(torch.stack(list(entries.values()))).tolist()
             else:
                 reduced = []
             for name, value in zip(entries, reduced):
@@ -151,11 +151,12 @@ def log_critic(
     """
     explained: dict[str, Tensor | float] = {"": 0.0, "_without_clock": 0.0}
     if not is_new:
-        of_outcomes = result.explains, result.outcomes
-        explained[""] = ppo_math.explained_variance(*of_outcomes, result.observed, all_sum)
-        numbers = place_numbers(places)
+        values = result.explains
+        outcomes = result.outcomes
+        observed = result.observed
+        explained[""] = ppo_math.explained_variance(values, outcomes, observed, all_sum)
         explained["_without_clock"] = explained_without_clock(
-            *of_outcomes, numbers, result.observed, all_sum
+            values, outcomes, place_numbers(places), observed, all_sum
         )
     for name, share in explained.items():
         metrics.mean(f"value/explained_variance{name}", share)

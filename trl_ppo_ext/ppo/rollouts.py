@@ -214,9 +214,15 @@ def sample(
     seed = hash((args.seed, state.global_step, rank)) % 2**31
     with timed("score", metrics), guarded(seed, device):
         batch = scoring_batch(episodes, state, extra, logged)
-        # its batches may be small
-        failures = args.reward_on_error, args.max_reward_failures if training else 1.0
-        scored = score_all(roles.rewards, batch, roles.reward_weights, *failures, all_sum, device)
+        scored = score_all(
+            roles.rewards,
+            batch,
+            roles.reward_weights,
+            args.reward_on_error,
+            args.max_reward_failures if training else 1.0,  # batches of an evaluation may be small
+            all_sum,
+            device,
+        )
         if roles.monitors:
             monitored = monitor(roles.monitors, batch, device)
         else:
@@ -253,26 +259,33 @@ def sample(
     if (has_logprobs or roles.sampler is not None) and (training or args.eval_temperature is None):
         sampled = [torch.tensor(episode.logprobs) for episode in episodes]
         logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(device)
-        sampled_by = logprobs, completion_mask & valid[:, None]
+        compared = completion_mask & valid[:, None]
         if roles.sampler is None:  # the policy itself
-            differences = log_differences(tokens, *sampled_by, metrics)
-            warn_of_differences(
-                differences, sampled_by[1], rounding(args, roles.actor_critic.dtype), all_sum
-            )
+            differences = log_differences(tokens, logprobs, compared, metrics)
+            tolerance = rounding(args, roles.actor_critic.dtype)
+            warn_of_differences(differences, compared, tolerance, all_sum)
         else:
-            weights = roles.sampler.weights(tokens, *sampled_by, metrics, is_ahead)
+            weights = roles.sampler.weights(tokens, logprobs, compared, metrics, is_ahead)
         if roles.sampler is not None and training:
             with accelerator.autocast():
                 roles.sampler.check_version(
-                    roles.actor_critic, sequences, tokens, *sampled_by, is_ahead
+                    roles.actor_critic, sequences, tokens, logprobs, compared, is_ahead
                 )
     log_completions(metrics, tokens, completion_mask, stopped, valid)
     lengths = completion_mask.sum(1)
-    reduce = (all_sum, accelerator.gather)
     by_name = {"reward": scored.totals, "length": lengths, "turns": sequences.turns.amax(1)}
     log_episodes(metrics, episodes, num_valid, valid, roles.player.names, by_name)
     monitors = {reward.name: scores for reward, scores in zip(roles.monitors, monitored.unbind(1))}
-    log_hacking(metrics, batch.completions, lengths, scored, monitors, valid, *reduce)
+    log_hacking(
+        metrics,
+        batch.completions,
+        lengths,
+        scored,
+        monitors,
+        valid,
+        all_sum=all_sum,
+        gather=accelerator.gather,
+    )
     values = None
     head = roles.actor_critic.value_head
     if head is not None and not training:  # `collect` has those of a rollout
@@ -405,8 +418,10 @@ def collect(
         kls = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1").sum(1)
         measured = float(ppo_math.masked_mean(kls, usable, all_sum))
         completions = int(all_sum(usable.sum()))
-        target = args.kl_target, args.kl_horizon, completions
-        after = after._replace(kl_coef=ppo_math.adapt_kl_coef(run.kl_coef, measured, *target))
+        kl_coef = ppo_math.adapt_kl_coef(
+            run.kl_coef, measured, args.kl_target, args.kl_horizon, completions
+        )
+        after = after._replace(kl_coef=kl_coef)
     metrics.mean("kl_coef", run.kl_coef)
     weights = samples.sampler_weights
     advantages = result.advantages
@@ -818,9 +833,16 @@ def scoring_batch(
     # rows of a stream may lack some
     names = dict.fromkeys(name for episode in episodes for name in episode.columns)
     columns = {name: [episode.columns.get(name) for episode in episodes] for name in names}
-    completions = [x.completion for x in episodes], [x.completion_ids for x in episodes]
-    prompts = [episode.prompt for episode in episodes]
-    return ScoringBatch(prompts, *completions, columns, state, episodes, log_extra, log_metric)
+    return ScoringBatch(
+        prompts=[episode.prompt for episode in episodes],
+        completions=[episode.completion for episode in episodes],
+        completion_ids=[episode.completion_ids for episode in episodes],
+        columns=columns,
+        trainer_state=state,
+        episodes=episodes,
+        log_extra=log_extra,
+        log_metric=log_metric,
+    )
 
 
 def seeds_of_episodes(roles: Roles, rows: int, state: TrainerState, training: bool) -> list[int]:

@@ -53,9 +53,9 @@ class RunState(NamedTuple):
 def _plain(x: Any) -> Any:
     """Statistics as lists of numbers."""
     if isinstance(x, Mapping):
-        return {name: [*moments] for name, moments in x.items()}
+        return {name: list(moments) for name, moments in x.items()}
     if isinstance(x, tuple):
-        return [*x]
+        return list(x)
     return x
 
 

@@ -93,8 +93,9 @@ def ppo_loss(
         policy_logprobs = ppo_math.sequence_logprobs(
             policy_logprobs, old_logprobs, rollout.response_mask
         )
+    clip_low, clip_high = cliprange
     policy = ppo_math.clipped_policy_loss(
-        policy_logprobs, old_logprobs, advantages, *cliprange, dual_clip
+        policy_logprobs, old_logprobs, advantages, clip_low, clip_high, dual_clip
     )
     loss = policy
     metrics = {"loss/policy": policy}
@@ -180,15 +181,17 @@ class Updates:
         """Begin the updates of a rollout, or continue with the rows of a checkpoint."""
         self.reset()
         rows = schedule(self.plan) if rows is None else rows
-        settings = (
-            cast(str, self.args.loss_aggregation),
-            self.args.max_completion_length,
-            self.all_sum,
+        divide = partial(
+            loss_denominators,
+            rows=rows,
+            aggregation=cast(str, self.args.loss_aggregation),
+            max_completion_length=self.args.max_completion_length,
+            all_sum=self.all_sum,
         )
-        denominators = all_counts = loss_denominators(rollout.policy_tokens, rows, *settings)
+        denominators = all_counts = divide(rollout.policy_tokens)
         value_denominators: Any = [None] * len(rows)
         if rollout.policy_mask is not None:
-            value_denominators = loss_denominators(rollout.response_mask, rows, *settings)
+            value_denominators = divide(rollout.response_mask)
             if not self.args.uses_deepspeed:  # whose step would move the policy too
                 all_counts = denominators + value_denominators
         self.is_empty, self.spares_policy = (torch.stack([all_counts, denominators]) == 0).tolist()
@@ -216,8 +219,13 @@ class Updates:
         scores = model(
             rollout.sequences, self.args.temperature, self.args.entropy_coef != 0, exact_kl
         )
-        divisors = micro_batch.denominator, micro_batch.value_denominator
-        loss, metrics = ppo_loss(scores, rollout, *divisors, **self.loss_settings)
+        loss, metrics = ppo_loss(
+            scores,
+            rollout,
+            micro_batch.denominator,
+            micro_batch.value_denominator,
+            **self.loss_settings,
+        )
         # This distance is before the step, and 0 before the first one: it decides on the step, and
         # is not logged.
         approx_kl = metrics.pop("approx_kl").masked_fill(~mask, 0)

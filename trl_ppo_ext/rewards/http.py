@@ -167,7 +167,7 @@ class Judge(HttpReward):
         }
         if unknown := set(re.findall(r"\{([A-Za-z_]\w+)\}", self.prompt_template)) - set(values):
             warnings.warn(
-                f"`prompt_template` has {unknown}, not among {[*values]}; sent unchanged.",
+                f"`prompt_template` has {unknown}, not among {list(values)}; sent unchanged.",
                 stacklevel=2,
             )
         # in one pass, so that inserted text is not interpreted

@@ -112,7 +112,7 @@ class ProcessScorer:
     def encode(self, prompt: Any, steps: list[str]) -> tuple[list[int], list[int]]:
         """Token ids of a prompt and its steps, and the place of the last token of each step."""
         if is_conversational({"prompt": prompt}):
-            ids = [*encode_chat(prompt, self.tokenizer, {"add_generation_prompt": True})]
+            ids = list(encode_chat(prompt, self.tokenizer, {"add_generation_prompt": True}))
         else:
             ids = encode_text(prompt, self.tokenizer).ids
             bos = self.tokenizer.bos_token_id

@@ -144,7 +144,7 @@ def draw_all(curves: dict[str, Series]) -> dict[str, list[dict[str, Any]]]:
     plots = {
         section: [_draw(panel, curves) for panel in panels] for section, panels in sections.items()
     }
-    return {section: [*filter(None, drawn)] for section, drawn in plots.items() if any(drawn)}
+    return {section: list(filter(None, drawn)) for section, drawn in plots.items() if any(drawn)}
 
 
 def write_report(directory: str | os.PathLike, output: str | os.PathLike) -> Path:

@@ -120,7 +120,7 @@ def test_own_save_of_a_model_publishes_no_other_role(base, tmp_path, name):
             tmp_path / folder, model=model, critic="adapter", max_steps=2, learning_rate=3e-2
         )
         run.train()
-    assert {"reference", "critic"} < {*model.peft_config}
+    assert {"reference", "critic"} < set(model.peft_config)
     model.save_pretrained(tmp_path / "own")
     folders = sorted(file.parent for file in (tmp_path / "own").rglob("adapter_config.json"))
     assert folders == [tmp_path / "own" if name == "default" else tmp_path / "own" / name]

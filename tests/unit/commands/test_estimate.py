@@ -244,7 +244,7 @@ def test_rewards_count_by_how_they_are_loaded(large, tmp_path):
         return estimate_memory(base, args, **rewards).phases[phase].dropna()
 
     none = parts()
-    assert not {"reward models", "reward adapters"} & {*none.index}
+    assert not {"reward models", "reward adapters"} & set(none.index)
     assert parts(reward_funcs=print).equals(none)
     reward = on_meta(LlamaConfig.from_pretrained(large / "reward"), classifier=True).float()
     in_fp32, in_4_bits = (model_sizes(reward, *x).bytes for x in ((4,), (2, "4bit double")))

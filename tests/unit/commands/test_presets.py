@@ -29,7 +29,7 @@ def config(name, tmp_path):
 
 def test_page_lists_every_preset_and_no_other():
     listed = re.findall(r"^\| \[`(\w+)`\]", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listed) == [*PRESETS] == sorted(SIZES)
+    assert sorted(listed) == list(PRESETS) == sorted(SIZES)
 
 
 def test_unknown_preset_is_refused_with_the_known_ones():

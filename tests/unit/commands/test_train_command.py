@@ -227,8 +227,8 @@ def test_run_is_pushed_with_its_datasets(there, monkeypatch):
         monkeypatch.setattr(train, "build_trainer", lambda *given, trainer=trainer: trainer)
         monkeypatch.setattr(train, "load_datasets", lambda *given: {})
         assert run(dataset_name="trl-lib/tldr", push_to_hub=trainer is pushed) == 0
-    assert [*pushed.calls] == ["train", "push_to_hub", "print", "end"]
-    assert [*saved.calls] == ["train", "save_model", "print", "end"]
+    assert list(pushed.calls) == ["train", "push_to_hub", "print", "end"]
+    assert list(saved.calls) == ["train", "save_model", "print", "end"]
     assert pushed.calls["push_to_hub"] == {"datasets": ["trl-lib/tldr"]}
 
 

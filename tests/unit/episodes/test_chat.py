@@ -355,7 +355,8 @@ def test_delimiters_in_text_of_an_environment_are_text(build):
         ],
     ):
         assert (
-            not {*ids} & {*built.all_special_ids} and built.decode(ids).strip() == observed.strip()
+            not set(ids) & set(built.all_special_ids)
+            and built.decode(ids).strip() == observed.strip()
         )
     assert built.eos_token_id in encode(f"go {built.eos_token} on", built, {})  # the user's own
 

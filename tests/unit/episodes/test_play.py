@@ -129,7 +129,9 @@ def test_completion_is_an_episode_of_one_turn(bootstraps):
             and episode.ids == row[PROMPT_IDS] + episode.completion_ids
         )
         assert (
-            episode.starts == [0] and {*episode.sampled} == {1} and episode.columns == {"target": 3}
+            episode.starts == [0]
+            and set(episode.sampled) == {1}
+            and episode.columns == {"target": 3}
         )
         assert not (
             episode.following or episode.messages or episode.logprobs or episode.environment
@@ -216,7 +218,9 @@ def test_turns_share_the_completion_length():
     assert [len(episode.completion_ids) for episode in episodes] == [200, 200]
     assert [episode.ending for episode in episodes] == ["cut", "cut"]
     (used,) = player.generator.calls[1][1]
-    assert 0 < used < 200 and {*episodes[0].sampled} == {0, 1, 2} and {*episodes[1].sampled} == {1}
+    assert (
+        0 < used < 200 and set(episodes[0].sampled) == {0, 1, 2} and set(episodes[1].sampled) == {1}
+    )
 
 
 def test_each_episode_samples_within_its_own_room():
@@ -278,7 +282,7 @@ def test_reward_of_a_tool_enters_at_the_turn_that_called_it():
         if token == 2 and episode.sampled[place]
     ]
     assert (
-        episode.rewards == [*zip(ends, [0.5, 1.5, 1.5])]
+        episode.rewards == list(zip(ends, [0.5, 1.5, 1.5]))
         and episode.turns == 3
         and episode.ending == "stopped"
     )
@@ -724,7 +728,7 @@ def test_rewards_in_threads_do_not_share_their_random_numbers():
             time.sleep(0.01 * (start % 3))
             return random.random()
 
-    rows = rows_of(*"abcdef", start=[*range(6)])
+    rows = rows_of(*"abcdef", start=list(range(6)))
     player = player_of({"": ["x"]}, rows, factory=Seeding, environment_timeout=5.0)
     episodes = played(player, rows)
     with guarded(1, CPU):
@@ -879,8 +883,8 @@ def test_hidden_state_begins_the_prompt_of_critic_or_reference_only():
         player = player_of({"": ["x"]}, rows, factory=Secret, **settings)
         player.context_limit = 1000
         one, long, number = played(player, rows)
-        assert "seven" not in decode(one.ids) and [*one.responder.tools] == ["increment"]
-        assert [*one.other_prompts] == [*roles]
+        assert "seven" not in decode(one.ids) and list(one.responder.tools) == ["increment"]
+        assert list(one.other_prompts) == list(roles)
         if not roles:
             assert long.error is None
             continue

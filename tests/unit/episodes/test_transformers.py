@@ -100,7 +100,7 @@ def renamed(trunk, name):
         def forward(self, input_ids=None, attention_mask=None, **kwargs):
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
-    parameters = [*inspect.signature(trunk.forward).parameters.values()]
+    parameters = list(inspect.signature(trunk.forward).parameters.values())
     known = ("cache", "past_key_values")
     changed = [x.replace(name=name) if x.name in known else x for x in parameters]
     Renamed.forward.__signature__ = inspect.Signature(
@@ -210,11 +210,11 @@ def test_rows_that_ended_leave_and_greedy_completions_stay(build, in_turns):
     )
     completions = []
     ratios = []
-    answered = [*range(0, 64, 3)][::-1]
+    answered = list(range(0, 64, 3))[::-1]
     for generator.leaving in (1, LEAVING):
         turns = generator.conversation() if in_turns else anew(generator)
         steps.clear()
-        first = turns(prompts, [50] * 64, [*range(64)])
+        first = turns(prompts, [50] * 64, list(range(64)))
         ratios.append(sum(steps) / sum(map(len, first)))
         second = turns(
             [prompts[row] + first[row] + [5] * (row % 4) for row in answered], [50] * 22, answered
@@ -238,7 +238,7 @@ def test_logprobs_of_sampled_tokens_follow_their_rows(build, in_turns):
     generator = trainer.roles.player.generator
     ids = torch.randint(8, 32, (64, 7)).tolist()
     turns = generator.conversation() if in_turns else anew(generator)
-    rows = [*range(64)]
+    rows = list(range(64))
     completions = [[]] * 64
     for rooms in ([50] * 64, [5 + row % 9 for row in range(22)]):
         ids = [ids[row] + completions[row] + [5] * (row % 4) for row in rows]
@@ -251,7 +251,7 @@ def test_logprobs_of_sampled_tokens_follow_their_rows(build, in_turns):
             torch.testing.assert_close(
                 torch.tensor(got), expected[: len(got)], rtol=1e-4, atol=1e-4
             )
-        rows = [*range(0, 64, 3)][::-1]
+        rows = list(range(0, 64, 3))[::-1]
 
 
 def test_logprobs_at_another_temperature_are_not_kept(build):
@@ -265,7 +265,7 @@ def test_logprobs_at_another_temperature_are_not_kept(build):
     "settings", [{"generation_kwargs": {"min_new_tokens": 2}}, {"repetition_penalty": 1.2}]
 )
 def test_rows_that_ended_wait_if_a_batch_must_be_one_call(build, settings):
-    trainer = build(stop_token_ids=[*range(16, 32)], **settings)
+    trainer = build(stop_token_ids=list(range(16, 32)), **settings)
     calls = []
     generator = trainer.roles.player.generator
     sample = trainer.actor_critic.sample
@@ -289,7 +289,7 @@ def test_what_a_config_leaves_open_does_not_come_from_the_model(tmp_path, task_t
     adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task_type)
     given = (model, length_reward, config(tmp_path), prompts())
     trainer = PPOTrainer(*given, processing_class=tokenizer(), peft_config=adapter)
-    assert any({*ids} != {7} for ids in trainer.roles.player.generator.generate(UNEVEN))
+    assert any(set(ids) != {7} for ids in trainer.roles.player.generator.generate(UNEVEN))
     assert model.generation_config.suppress_tokens is not None
 
 
@@ -341,7 +341,7 @@ def test_static_cache_agrees_on_a_gpu(build):
 
 
 def test_stop_token_ids_end_a_completion(build):
-    trainer = build(stop_token_ids=[*range(16, 32)])
+    trainer = build(stop_token_ids=list(range(16, 32)))
     generator = trainer.roles.player.generator
     for ids in generator.generate(UNEVEN * 4):
         assert {1, *range(16, 32)}.isdisjoint(ids[:-1])

@@ -74,7 +74,7 @@ def test_noise_is_off_wherever_its_rate_is_kept(tmp_path, make, adapter):
     torch.manual_seed(0)
     built = load_actor_critic(make(), config(tmp_path), peft_config=adapter)
     # or a new adapter would change nothing
-    torch.nn.init.normal_([*built.policy_parameters().values()][-1])
+    torch.nn.init.normal_(list(built.policy_parameters().values())[-1])
     sequences = Sequences.from_token_ids([[4, 5], [6]], [[7, 8, 9], [10, 11, 12]], 0, "cpu")
     scored, trained = (built.train(mode)(sequences).logprobs for mode in (False, True))
     assert torch.equal(scored, trained)

@@ -165,7 +165,7 @@ def test_adapter_of_the_last_rollout_ends_the_run_and_the_policys_does_not(
     built = trainer(tmp_path).actor_critic
     args = config(tmp_path, use_vllm=True, vllm_mode="server", overlap_rollouts=is_ahead)
     comparison = SamplerComparison(args, torch.bfloat16, lambda x: x)
-    ids = [[3, 5, 4], [6]] * 6, [[*range(3, 15)], [*range(6, 30)]] * 6
+    ids = [[3, 5, 4], [6]] * 6, [list(range(3, 15)), list(range(6, 30))] * 6
     batch = Sequences.from_token_ids(*ids, 0, "cpu")
     rounds = []
 
@@ -196,7 +196,7 @@ def test_old_adapter_must_fit_better_over_many_tokens_and_may_be_accepted(tmp_pa
     built = trainer(tmp_path).actor_critic
     args = config(tmp_path, generation_backend="vllm", **settings)
     comparison = SamplerComparison(args, torch.bfloat16, lambda x: x)
-    ids = [[3, 5, 4], [6]] * 4, [[*range(3, 15)], [*range(6, 30)]] * 4
+    ids = [[3, 5, 4], [6]] * 4, [list(range(3, 15)), list(range(6, 30))] * 4
     batch = Sequences.from_token_ids(*ids, 0, "cpu")
     mask = batch.completion_mask
     before = built(batch, with_entropy=True).map(torch.Tensor.detach)
@@ -224,7 +224,9 @@ def test_rollout_sampled_ahead_is_compared_with_the_policy_before_its_updates(tm
     built = trainer(tmp_path).actor_critic
     args = config(tmp_path, use_vllm=True, vllm_mode="server", overlap_rollouts=True, **limit)
     comparison = SamplerComparison(args, torch.float32, lambda x: x)
-    batch = Sequences.from_token_ids([[3, 5, 4], [6]], [[*range(3, 15)], [*range(6, 30)]], 0, "cpu")
+    batch = Sequences.from_token_ids(
+        [[3, 5, 4], [6]], [list(range(3, 15)), list(range(6, 30))], 0, "cpu"
+    )
     mask = batch.completion_mask
     before = built(batch, with_entropy=True).map(torch.Tensor.detach)
     comparison.check_version(built, batch, before, before.logprobs, mask)
@@ -235,7 +237,7 @@ def test_rollout_sampled_ahead_is_compared_with_the_policy_before_its_updates(tm
         comparison.weights(now, before.logprobs, mask, Metrics())
     ratio = comparison.weights(now, before.logprobs, mask, Metrics(), is_ahead=True)
     assert (ratio[mask] != 1).all()  # the correction is on
-    saved = [*comparison.policies]
+    saved = list(comparison.policies)
     comparison.check_version(built, batch, now, before.logprobs, mask, is_ahead=True)
     comparison.policies = saved
     with pytest.raises(SamplerError, match="nats per token in this rollout"):
@@ -301,7 +303,7 @@ MAX = "sampling/sampling_logp_difference/max"
     [
         {},
         {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2},
-        {"stop_token_ids": [*range(12, 32)]},
+        {"stop_token_ids": list(range(12, 32))},
     ],
 )
 def test_policy_samples_from_what_it_is_scored_by(tmp_path, caplog, settings):

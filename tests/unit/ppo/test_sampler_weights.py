@@ -247,7 +247,7 @@ def means():
 
 
 def test_unbounded_sequence_weight_is_unbiased(means):
-    assert (means[[*ROWS].index("sequence, unbounded")] < 1e-10).all()
+    assert (means[list(ROWS).index("sequence, unbounded")] < 1e-10).all()
 
 
 def test_token_weight_removes_less_than_half_of_the_bias(means):

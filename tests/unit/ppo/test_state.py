@@ -135,7 +135,7 @@ def test_state_survives_json_bit_for_bit():
 
 def test_state_of_a_saved_critic_has_its_units():
     saved = RunState(0.05, returns=Moments(10.0, 2.0, 90.0), rewards=Moments(4.0, 1.0, 4.0))
-    tensors = {name: torch.tensor([*x], dtype=torch.float64) for name, x in saved.critic.items()}
+    tensors = {name: torch.tensor(list(x), dtype=torch.float64) for name, x in saved.critic.items()}
     state = RunState(0.1).with_critic(tensors)
     assert state.critic == saved.critic and Units.of(state.returns) == Units(2.0, 3.0)
     assert state.kl_coef == 0.1

@@ -56,7 +56,7 @@ def loss_by_hand(scores, rollout, settings, aggregation):
         places = [(row, t) for t in rollout.response_mask[row].nonzero()[:, 0].tolist()]
         log_ratios = [scores.logprobs[place] - rollout.old_logprobs[place] for place in places]
         level = settings.get("ratio_level", "token")
-        starts = {"token": [*range(len(places))], "sequence": [0]}[level]
+        starts = {"token": list(range(len(places))), "sequence": [0]}[level]
         spans = [log_ratios[start:end] for start, end in itertools.pairwise([*starts, len(places)])]
         log_ratios = [sum(span) / len(span) for span in spans for _ in span]
         losses = []

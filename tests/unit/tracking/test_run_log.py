@@ -289,7 +289,7 @@ def test_terminal_warns_once_per_kind_while_it_happens(tmp_path, capsys):
         for place, line in enumerate(printed)
         if line.startswith("warning: ")
     }
-    assert [*warned] == ["The policy is far from its reference"]  # the others follow from it
+    assert list(warned) == ["The policy is far from its reference"]  # the others follow from it
     assert 16 < warned["The policy is far from its reference"] < 25
     assert "`kl_per_completion` from 4 to 5" in " ".join(printed) and "(now 0.02)" in " ".join(
         printed
