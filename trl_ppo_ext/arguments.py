@@ -154,7 +154,7 @@ def check_trainer_arguments(
         else:
             others = []
         for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
-            check_reward_columns([*reward_funcs, *monitor_funcs], dataset, name, others)
+            check_reward_columns(reward_funcs + monitor_funcs, dataset, name, others)
 
 
 def check_callbacks(callbacks: list) -> None:
@@ -186,7 +186,9 @@ def context_of(config: Any) -> tuple[int | None, str]:
     length = getattr(config, "max_position_embeddings", None)
     reason = ""
     settings = getattr(config, "rope_parameters", None) or {}
-    for rope in [settings, *settings.values()]:  # one for all layers, or one per type of layer
+    for rope in [settings] + list(
+        settings.values()
+    ):  # one for all layers, or one per type of layer
         if isinstance(rope, dict):
             kind = rope.get("rope_type")
         else:

@@ -845,7 +845,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     def without_rewards(self) -> "PPOConfig":
         """Settings of a run without any reward: with the KL in the loss, a critic has nothing to
         predict."""
-        sets_critic = {"critic", "advantage_level", *_CRITIC_ONLY} & set(self.changed_fields)
+        sets_critic = {"critic", "advantage_level"} | set(_CRITIC_ONLY) & set(self.changed_fields)
         if self.reward_kl is not None or self.missing_eos_penalty is not None or sets_critic:
             return self
         args = copy(self)

@@ -35,7 +35,7 @@ logger = logging.get_logger(__name__)
 
 PROMPT_IDS = "_prompt_ids"  # no user's column has these names
 OTHER_PROMPT_IDS = {role: f"_{role}_prompt_ids" for role in ROLES}
-TOKEN_COLUMNS = {PROMPT_IDS, *OTHER_PROMPT_IDS.values()}
+TOKEN_COLUMNS = {PROMPT_IDS} | set(OTHER_PROMPT_IDS.values())
 # keyword arguments of every reward function, besides the dataset's columns
 REWARD_ARGUMENTS = (
     "prompts",
@@ -73,7 +73,10 @@ def load_splits(
     """Load all splits of a dataset."""
     path = Path(name)
     # a name that can only be a path is not looked up on the Hub
-    is_path = name.startswith(("/", "./", "../")) or path.suffix in (*FILE_FORMATS, ".csv", ".txt")
+    is_path = name.startswith(("/", "./", "../")) or path.suffix in list(FILE_FORMATS) + [
+        ".csv",
+        ".txt",
+    ]
     if is_path and not path.exists():
         raise ValueError(
             f"`{argument}={name!r}` does not exist; the working directory is {os.getcwd()}. "
@@ -167,7 +170,7 @@ def message_text(message: dict[str, Any]) -> str:
         texts = [part.get("text") or f"[{part.get('type')}]" for part in parts]
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     called = [f"{call.get('name')}({json.dumps(call.get('arguments'))})" for call in calls]
-    return " ".join([*texts, *called]).strip()
+    return " ".join(texts + called).strip()
 
 
 def as_text(entry: Any) -> str:
@@ -189,8 +192,8 @@ def encode(
                 f"The tokenizer cannot read {described(prompt)}: {shortened(error)}"
             ) from error
         if opening:
-            return [*start, *ids]
-        return [*start, *ids, *end]
+            return start + ids
+        return start + ids + end
     if not (isinstance(prompt, list) and is_conversational({"prompt": prompt[:1]})):
         raise PromptError(
             f"A prompt must be text or a list of chat messages, got {described(prompt)}."

@@ -308,7 +308,7 @@ def shard(model: nn.Module, base: Any, accelerator: Accelerator) -> None:
         raise ValueError(f"{type(base).__name__} {needed}; use DeepSpeed's ZeRO-3, or DDP.")
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    for module in [*reversed(layers), model]:  # nested modules first
+    for module in layers[::-1] + [model]:  # nested modules first
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     for method in FSDP_FORWARDS:
         register_fsdp_forward_method(model, method)

@@ -61,7 +61,7 @@ ATTENTION = (None, "sdpa", "flash_attention_2", "flash_attention_3")
 # which share their inputs
 QKV = {"q_proj", "k_proj", "v_proj"}
 GATE_UP = {"gate_proj", "up_proj"}
-LAYER = {*QKV, "o_proj", *GATE_UP, "down_proj", "input_layernorm", "post_attention_layernorm"}
+LAYER = QKV | GATE_UP | {"o_proj", "down_proj", "input_layernorm", "post_attention_layernorm"}
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,7 @@ def estimate_memory(
     remote_code = {"trust_remote_code": located["trust_remote_code"]}
     base = on_meta(config, **remote_code)
     rewards = list[ModelSizes | AdapterSizes]()
-    for reward in (*as_list(reward_funcs), *as_list(monitor_funcs)):
+    for reward in as_list(reward_funcs) + as_list(monitor_funcs):
         if isinstance(reward, RewardAdapter):
             reward_config = PeftConfig.from_pretrained(reward.path)
             reward_config.modules_to_save = None  # the score head, which is counted apart

@@ -205,7 +205,7 @@ def encode_completed(prompt: Any, completion: Any, tokenizer: PreTrainedTokenize
     eos = tokenizer.eos_token_id
     if not end and eos is not None and ids[-1:] != [eos]:
         end = [eos]
-    return [*start, *ids, *end]
+    return start + ids + end
 
 
 def join_messages(prompt: list[dict], completion: list[dict]) -> list[dict]:
@@ -214,7 +214,7 @@ def join_messages(prompt: list[dict], completion: list[dict]) -> list[dict]:
     begun = prefill(prompt)
     if completion and begun:
         answer = completion[0] | {"content": begun + completion[0]["content"]}
-        messages = [*prompt[:-1], answer, *completion[1:]]
+        messages = prompt[:-1] + [answer] + completion[1:]
     else:
         messages = prompt + completion
     return [text_only(message) for message in messages]

@@ -247,7 +247,7 @@ def applied(config: Any) -> Iterator[None]:
             if re.search(rf"`{ours}\b", str(error))
         ]
         if used:
-            raise ValueError(" ".join([str(error), *used])) from error
+            raise ValueError(" ".join([str(error)] + used)) from error
         raise
 
 

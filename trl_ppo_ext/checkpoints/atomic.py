@@ -40,7 +40,7 @@ def seal(staged: Path) -> None:
         for path in files
     }
     (staged / MANIFEST).write_text(json.dumps(entries, indent=1))
-    for path in (*staged.rglob("*"), staged):
+    for path in list(staged.rglob("*")) + [staged]:
         _flush(path)
 
 
@@ -104,12 +104,8 @@ def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
         for path in paths
         if path.is_dir()
     ]
-    return [
-        path
-        for _, path in sorted(
-            ((int(n), path) for n, path in numbered if n.isdecimal()), reverse=True
-        )
-    ]
+    by_step = [(int(number), path) for number, path in numbered if number.isdecimal()]
+    return [path for _, path in sorted(by_step, reverse=True)]
 
 
 def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path:

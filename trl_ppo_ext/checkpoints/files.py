@@ -227,9 +227,8 @@ class SettingsChange(NamedTuple):
         listed = {
             name: f"{name} (was {saved[name]!r}, is {current.get(name)!r})" for name in differing
         }
-        minibatch, before = (
-            math.prod(settings[name] for name in CUT) for settings in (current, saved)
-        )
+        minibatch = math.prod(current[name] for name in CUT)
+        before = math.prod(saved[name] for name in CUT)
         if minibatch == before:
             tunable = TUNABLE | CUT
         else:

@@ -91,8 +91,8 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
         sets = trainer.eval_dataset
     else:
         sets = {}
-    prefixes = ["", "eval_", *(f"eval_{name}_" for name in sets)]
-    names = [*METRICS, *(f"rewards/{name}/mean" for name in rewards)]
+    prefixes = ["", "eval_"] + [f"eval_{name}_" for name in sets]
+    names = list(METRICS) + [f"rewards/{name}/mean" for name in rewards]
     metrics = [prefix + name for prefix in prefixes for name in names if prefix + name in logged]
 
     # 3. the card
@@ -142,7 +142,7 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
 # ---- pushes ----
 
 # deleted on the Hub if they are not pushed: of another kind of critic
-WEIGHTS = [*ADAPTER, *CRITIC_FILES]
+WEIGHTS = ADAPTER + CRITIC_FILES
 PUSHING = ".pushing-"  # prefix of the copies that are being pushed
 # names in the run's folder that are not pushed: hidden ones, checkpoints, input of `trl-ppo
 # report`, and the arguments that another Trainer has pickled, which hold the token
@@ -219,7 +219,7 @@ def push_run(
             trainer.init_hf_repo(token, private)
     # 2. write the card; when a push begins, trackers add their page to the model's tags
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
-    tags = [*as_list(metadata.get("tags")), *as_list(getattr(trainer.model, "model_tags", None))]
+    tags = as_list(metadata.get("tags")) + as_list(getattr(trainer.model, "model_tags", None))
     trainer.create_model_card(**metadata | {"tags": tags})
     # 3. upload, after the pushes of checkpoints
     trainer._finish_current_push()
@@ -262,7 +262,7 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
     def push(copy: TemporaryDirectory) -> None:
         with copy, push_errors(folder, when):
             # also of an older checkpoint there
-            stale = WEIGHTS if place is None else [*WEIGHTS, f"{place}/*"]
+            stale = WEIGHTS if place is None else list(WEIGHTS) + [f"{place}/*"]
             _upload(
                 trainer,
                 copy.name,
@@ -277,7 +277,7 @@ def push_in_background(trainer: Trainer, checkpoint_folder: str) -> None:
         # 2. copy what `save_model` writes: it would gather sharded weights, which needs all
         # processes
         # weights that are missing are of another kind of critic
-        for file in (*WEIGHTS, STATE, "README.md"):
+        for file in list(WEIGHTS) + [STATE, "README.md"]:
             source = Path(checkpoint_folder, file)
             target = Path(folder, file)
             target.unlink(missing_ok=True)

@@ -36,7 +36,7 @@ PREEMPTED = 75  # exit code of a run that saved after a signal: EX_TEMPFAIL, "tr
 # seconds: a launcher forwards a signal that the process may have received already (Ctrl-C)
 SAME_SIGNAL = 1.0
 WRITE_ERRORS = (OSError, SafetensorError)
-READ_ERRORS = (CheckpointError, *WRITE_ERRORS)
+READ_ERRORS = (CheckpointError,) + WRITE_ERRORS
 
 
 class Interrupted(SystemExit, KeyboardInterrupt):

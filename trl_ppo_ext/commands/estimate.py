@@ -57,6 +57,19 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(1)
 
 
+def divisors(number: int) -> list[int]:
+    """Divisors of a number, the largest first."""
+    return [x for x in range(number, 0, -1) if number % x == 0]
+
+
+def largest_that_fits(
+    estimate: MemoryEstimate, values: list[dict[str, Any]], memory: float
+) -> tuple[dict[str, Any], MemoryEstimate]:
+    """The first change to a setting with which the run fits in `memory` GiB, else the last."""
+    tried = [(change, changed(estimate, change)) for change in values]
+    return next((x for x in tried if x[1].fits(memory)), tried[-1])
+
+
 def proposals(
     estimate: MemoryEstimate, memory: float
 ) -> list[tuple[dict[str, Any], MemoryEstimate]]:
@@ -65,7 +78,8 @@ def proposals(
     plan = estimate.args.plan(estimate.processes)
     minibatch = plan.mini_batch_size
     completions = plan.completions_per_process
-    sizes, samples = ([x for x in range(n, 0, -1) if n % x == 0] for n in (minibatch, completions))
+    sizes = divisors(minibatch)
+    samples = divisors(completions)
     kept = {"num_mini_batches": plan.num_mini_batches}  # which `steps_per_generation` would change
     # the least costly first, each with its values from the largest
     changes: list[list[dict[str, Any]]] = [
@@ -80,9 +94,7 @@ def proposals(
         changes.append([{"load_in_4bit": True, "use_bnb_nested_quant": True}])
     steps: list[tuple[dict[str, Any], MemoryEstimate]] = []
     while not estimate.fits(memory):
-        tried = [[(change, changed(estimate, change)) for change in values] for values in changes]
-        # of each setting the largest value that fits, else the smallest
-        chosen = (next((x for x in values if x[1].fits(memory)), values[-1]) for values in tried)
+        chosen = [largest_that_fits(estimate, values, memory) for values in changes]
         step = next((x for x in chosen if x[1].needed < estimate.needed), None)
         if step is None:
             break

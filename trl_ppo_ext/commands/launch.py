@@ -152,9 +152,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Help of the fields that are not inherited, in a sentence each."""
 
     def add_argument(self, action: argparse.Action) -> None:
-        if action.dest not in {*INHERITED, *NAMES} and not action.option_strings[0].startswith(
-            "--no_"
-        ):
+        if action.dest not in set(INHERITED) | set(NAMES) and not action.option_strings[
+            0
+        ].startswith("--no_"):
             short = copy(action)
             if action.choices:
                 choices = " One of %(choices)s."
@@ -182,7 +182,7 @@ def parse(
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     files.add_argument("--config", nargs="?", const="")
     chosen, argv = files.parse_known_args(
-        ["--config", *argv] if argv and argv[0][:1] != "-" else argv
+        ["--config"] + argv if argv and argv[0][:1] != "-" else argv
     )
     parser = trl.TrlParser(
         types,

@@ -117,10 +117,8 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     tokens = mask.sum(1)
     mean_of_others = (sums.sum() - sums) / (tokens.sum() - tokens)
     prompts = [tuple(x.prompt_ids) for samples in sampled for x in samples.batch.episodes]
-    numbers = {
-        prompt: n
-        for n, prompt in enumerate(dict.fromkeys(prompts[i] for i in counts.nonzero()[:, 0]))
-    }
+    counted = dict.fromkeys(prompts[row] for row in counts.nonzero()[:, 0])
+    numbers = {prompt: number for number, prompt in enumerate(counted)}
     blocks = torch.tensor([numbers.get(prompt, 0) for prompt in prompts])  # that share a fold
     if len(numbers) < FOLDS:  # training would see every one of them, too
         blocks = counts.cumsum(0)
@@ -147,10 +145,8 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     )
 
     # 4. Conclude.
-    scores, usable = (
-        torch.cat([getattr(x.scored, name) for x in sampled])[:rows]
-        for name in ("totals", "usable")
-    )
+    scores = torch.cat([samples.scored.totals for samples in sampled])[:rows]
+    usable = torch.cat([samples.scored.usable for samples in sampled])[:rows]
     equal = (ppo_math.dr_grpo_advantages(scores, usable, size) == 0).view(-1, size).all(1)
     without_signal = float(equal[usable.view(-1, size).any(1)].float().mean())
     result = {

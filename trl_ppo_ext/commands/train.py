@@ -124,7 +124,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     ids = prompts.train[PROMPT_IDS]
     context = prompts.context_length
     lengths = list(map(len, ids))
-    rewards = [*(script.reward_funcs or []), *(x.name for x in environments.rewards)]
+    rewards = (script.reward_funcs or []) + [reward.name for reward in environments.rewards]
     is_quantized = arguments["quantization_config"] is not None
     monitored = script.monitor_funcs or ["none"]
     described = f"{min(lengths)} to {max(lengths)} tokens in {len(lengths)} rows"

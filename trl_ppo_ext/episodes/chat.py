@@ -104,7 +104,7 @@ class ChatFormat:
         opened = template_kwargs | {"add_generation_prompt": True}
         header = encode_chat([_QUESTION], self.tokenizer, opened)
         before = encode_chat([_QUESTION, turn], self.tokenizer, template_kwargs)
-        after = encode_chat([_QUESTION, turn, *messages], self.tokenizer, opened)
+        after = encode_chat([_QUESTION, turn] + messages, self.tokenizer, opened)
         return before, [*map(eq, before, header), False].index(False), after
 
     def following(

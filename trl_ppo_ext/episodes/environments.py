@@ -56,7 +56,7 @@ class ToolEnvironment:
         names = [name for name, _ in members if name not in _NOT_TOOLS and not name.startswith("_")]
         methods = [getattr(instance, name) for name in names]
         self.tools: dict[str, Callable] = {}
-        for tool in [*tools, *methods]:
+        for tool in list(tools) + list(methods):
             if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
                 raise TypeError(
                     f"A tool must return its result, got the generator `{tool.__name__}`; use "
@@ -376,4 +376,4 @@ class EnvironmentReward:
                 f"{shortened(error)}"
             )
         last = [] if reward is None else [(len(episode.completion_ids) - 1, reward)]
-        return [*episode.rewards, *last] or None
+        return episode.rewards + last or None

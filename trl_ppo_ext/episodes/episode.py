@@ -62,7 +62,7 @@ class Episode:
     @classmethod
     def of(cls, row: dict[str, Any]) -> "Episode":
         """Begin an episode with a row of the dataset."""
-        columns = {name: x for name, x in row.items() if name not in {"prompt", *TOKEN_COLUMNS}}
+        columns = {name: x for name, x in row.items() if name not in {"prompt"} | TOKEN_COLUMNS}
         others = {role: row[name] for role, name in OTHER_PROMPT_IDS.items() if name in row}
         prompt = row["prompt"]
         if not isinstance(prompt, str):

@@ -131,7 +131,7 @@ class EnvironmentPlayer(Player):
                 episode.responder = free.pop(0)
             else:
                 episode.responder = episode.kind.make(self.trains, self.device)
-            episode.place = Place(record, number).after([seed, *episode.prompt_ids])
+            episode.place = Place(record, number).after([seed] + episode.prompt_ids)
             if not isinstance(episode.prompt, str):
                 episode.template_kwargs = row_template_kwargs(row, self.chat.template_kwargs)
             columns = {name: deepcopy(x) for name, x in row.items() if name not in hidden}
@@ -267,7 +267,7 @@ class EnvironmentPlayer(Player):
             if len(ids) > room:
                 raise ValueError(f"`hidden_state` returned {len(ids)} tokens, but {room} fit")
             start = int(episode.prompt_ids[0] == tokenizer.bos_token_id)
-            ids = [*episode.prompt_ids[:start], *ids, *episode.prompt_ids[start:]]
+            ids = episode.prompt_ids[:start] + ids + episode.prompt_ids[start:]
             episode.other_prompts |= dict.fromkeys(self.shown_to, ids)
         except Exception as error:
             episode.error = error
@@ -318,12 +318,12 @@ def with_observation(prompt: Any, observation: Any) -> Any:
         case list():
             if prompt in (NO_PROMPT, ""):
                 return observation
-            return [*prompt, *observation]
+            return prompt + observation
         case str() if isinstance(prompt, str):
             return prompt + observation
         case str():
             last = text_only(prompt[-1])
-            return [*prompt[:-1], last | {"content": last["content"] + observation}]
+            return prompt[:-1] + [last | {"content": last["content"] + observation}]
         case _:
             raise TypeError(
                 f"`reset` must return text, messages or None, got {type(observation).__name__}"

@@ -249,7 +249,7 @@ def reserved_rank(actor_critic: ActorCritic) -> int:
             "with other adapters or one on the embeddings; change `peft_config`, or use "
             "'transformers'."
         )
-    largest = max([config.r, *config.rank_pattern.values()])
+    largest = max([config.r] + list(config.rank_pattern.values()))
     return next((rank for rank in RANKS if rank >= largest), RANKS[-1])
 
 

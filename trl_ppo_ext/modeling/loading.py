@@ -73,7 +73,7 @@ def add_policy_adapter(model: Any, config: PeftConfig) -> PeftModel:
     if getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
         config = copy(config)
         decoder = model.get_decoder()
-        read = {*decoder.modules(), model.get_output_embeddings()}
+        read = set(decoder.modules()) | {model.get_output_embeddings()}
         config.exclude_modules = NOT_ADAPTED.get(model.config.model_type)
         if (
             isinstance(decoder, PreTrainedModel)
@@ -264,7 +264,7 @@ def load_base(
 def check_loaded(model_id: str, report: Mapping[str, Any], needed: str) -> None:
     """Raise a `ValueError` for weights that the files lack: `from_pretrained` draws them at
     random."""
-    missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    missing = sorted(map(str, list(report["missing_keys"]) + list(report["mismatched_keys"])))
     if missing:
         wrong = (
             f"its files lack {len(missing)} weights, which would be random: "

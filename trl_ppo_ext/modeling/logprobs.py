@@ -258,7 +258,7 @@ class _TokenLogprobs(torch.autograd.Function):
             chunk = _statistics(
                 hidden[rows], tokens[rows], ref_rows, projection, with_entropy, trained
             )
-            for out, part in zip([*outputs, *derivatives], chunk):
+            for out, part in zip(outputs + derivatives, chunk):
                 if out is not None and part is not None:
                     out[rows] = part
         ctx.save_for_backward(*derivatives)

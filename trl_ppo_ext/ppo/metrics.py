@@ -283,7 +283,7 @@ def check_best_metric(
     bare = metric.removeprefix("eval_")
     of_dataset = [bare.removeprefix(prefix) for prefix in prefixes if bare.startswith(prefix)]
     is_known = any(name in names or name.startswith(FAMILIES) for name in of_dataset)
-    if not is_known and not any(map(_may_log, [*rewards, *monitors])):
+    if not is_known and not any(map(_may_log, list(rewards) + list(monitors))):
         listed = [f"eval_{prefixes[0]}{name}" for name in sorted(names)]
         likely = get_close_matches(f"eval_{bare}", listed, n=1) or [f"eval_{prefixes[0]}reward"]
         raise ValueError(

@@ -58,7 +58,7 @@ def explained_without_clock(
         squares = ((x - means) ** 2).masked_fill(~mask, 0)
         sums.append(squares.sum())
     size = (returns.to(sums[0].dtype) ** 2).masked_fill(~mask, 0).sum()
-    variance, unexplained, size = all_sum(torch.stack([*sums, size])).unbind()
+    variance, unexplained, size = all_sum(torch.stack(sums + [size])).unbind()
     return torch.where(variance > 1e-12 * size, 1 - unexplained / variance, 0)
 
 

@@ -160,7 +160,7 @@ class Roles:
     def reward_weights(self) -> list[float] | None:
         """Weight of each reward; those of environments come last, with weight 1 as in TRL."""
         weights = self.args.reward_weights
-        return weights and [*weights, *[1.0] * (len(self.rewards) - len(weights))]
+        return weights and weights + [1.0] * (len(self.rewards) - len(weights))
 
     def all_sum(self, x: Tensor) -> Tensor:
         """Sum over ranks."""
@@ -791,7 +791,7 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
     own = sequences.rows(index)
     on_device = index.to(device)
     completions = [
-        [*episodes[row].completion_ids, *episodes[row].following, pad_token_id] for row in rows
+        episodes[row].completion_ids + episodes[row].following + [pad_token_id] for row in rows
     ]
     last = [[0] * (len(ids) - 1) + [1] for ids in completions]
     prompts = [episodes[row].prompt_ids for row in rows]

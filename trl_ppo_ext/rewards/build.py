@@ -33,7 +33,7 @@ def check_signature(
     except (TypeError, ValueError):  # some callables written in C have none
         return
     try:
-        signature.bind(**dict.fromkeys([*REWARD_ARGUMENTS, *columns]))
+        signature.bind(**dict.fromkeys(list(REWARD_ARGUMENTS) + list(columns)))
     except TypeError as error:
         cause = str(error).replace("'", "`")  # Python quotes the parameter
         available = ", ".join(f"`{name}`" for name in columns) or "none"
@@ -76,7 +76,7 @@ def check_reward_arguments(
         raise ValueError(
             "`reward_funcs` is empty; pass a reward, or an environment with `get_reward` or `step`."
         )
-    rewards = [*reward_funcs, *monitor_funcs]
+    rewards = reward_funcs + monitor_funcs
     for reward in rewards:
         if not (_is_function(reward) or isinstance(reward, MODELS) or _is_reward(reward)):
             raise TypeError(
@@ -102,7 +102,7 @@ def _check_labels(reward_funcs: list, monitor_funcs: list, args: PPOConfig) -> N
     of_rewards, of_monitors = reward_labels(args.reward_label, reward_funcs, monitor_funcs)
     is_list = isinstance(args.reward_label, list)
     uses_label = args.reward_label in (None, 0) or args.critic_init is not None
-    for reward, label in zip([*reward_funcs, *monitor_funcs], [*of_rewards, *of_monitors]):
+    for reward, label in zip(reward_funcs + monitor_funcs, of_rewards + of_monitors):
         num_labels = 1
         if isinstance(reward, str | ProcessReward):
             if isinstance(reward, str):
@@ -162,7 +162,7 @@ def reward_labels(
             f"`reward_label` has {len(label)} entries for {count} rewards and {total - count} "
             "monitored ones; give one for each, and None for those without labels."
         )
-    labels = [*label, *[None] * (total - len(label))]
+    labels = list(label) + [None] * (total - len(label))
     return labels[:count], labels[count:]
 
 
@@ -176,9 +176,9 @@ def check_reward_columns(
             check_reward_columns(reward_funcs, entry, f"{name}[{key!r}]", others)
         return
     columns = getattr(dataset, "column_names", None)  # those of a stream may be unknown
-    passed = [column for column in columns or () if column not in {"prompt", *TOKEN_COLUMNS}]
+    passed = [column for column in columns or () if column not in {"prompt"} | TOKEN_COLUMNS]
     for function in filter(_is_function, reward_funcs if columns else ()):
-        check_signature(function, [*passed, *others], f"`{name}`")
+        check_signature(function, passed + list(others), f"`{name}`")
 
 
 def build_rewards(
@@ -205,7 +205,7 @@ def build_rewards(
         labels = reward_labels(args.reward_label, reward_funcs, [])[0]
     # rewards of environments, which come last, have no label
     for entry, own_tokenizer, label in zip(
-        reward_funcs, processing_classes or without, [*labels, *without]
+        reward_funcs, processing_classes or without, list(labels) + without
     ):
         if isinstance(entry, str):
             config = reward_config(entry, args)

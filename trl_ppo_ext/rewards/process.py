@@ -118,7 +118,7 @@ class ProcessScorer:
             bos = self.tokenizer.bos_token_id
             # `PRMTrainer` adds it, also if the tokenizer does not
             if bos is not None and ids[:1] != [bos]:
-                ids = [bos, *ids]
+                ids = [bos] + ids
         separator = encode_marked(self.separator, self.tokenizer)
         ends = []
         for step in steps:

@@ -83,10 +83,9 @@ class FunctionReward:
         passed = {name: getattr(batch, name) for name in REWARD_ARGUMENTS} | batch.columns
         # a function may change its input, which other rewards, other completions of the prompt and
         # the log share
-        copies = {
-            name: [deepcopy(entry) for entry in x] if isinstance(x, list) else x
-            for name, x in passed.items()
-        }
+        copies = {}
+        for name, x in passed.items():
+            copies[name] = [deepcopy(entry) for entry in x] if isinstance(x, list) else x
         environments = [episode.environment for episode in batch.episodes]
         if any(environment is not None for environment in environments):
             copies["environments"] = environments  # themselves, as in TRL

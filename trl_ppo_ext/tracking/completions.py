@@ -49,7 +49,7 @@ def turns_of(samples: Samples, rows: int | None) -> list[list[dict[str, Any]]]:
     )
     completions = []
     for row, episode in enumerate(samples.batch.episodes[:rows]):
-        answered = [*episode.messages, *episode.unread]
+        answered = episode.messages + episode.unread
         messages = [(x["role"], message_text(x)) for x in answered] or [
             ("", as_text(episode.completion))
         ]
@@ -58,7 +58,7 @@ def turns_of(samples: Samples, rows: int | None) -> list[list[dict[str, Any]]]:
         ]
         sampled = [turn for turn in turns if turn["role"] in ("", "assistant")]
         for turn, start, end in zip(
-            sampled, episode.starts, [*episode.starts[1:], len(episode.completion_ids)]
+            sampled, episode.starts, episode.starts[1:] + [len(episode.completion_ids)]
         ):
             turn["reward"] = rewards[row, start:end].sum().item()
             turn["value"] = None if values is None else values[row, start].item()
@@ -73,7 +73,7 @@ def limited_turns(turns: list[dict[str, Any]], longest: int) -> list[dict[str, A
     omitted = len(turns) - MOST_TURNS
     if omitted > 0:
         note = {"role": "", "text": f"({omitted} turns omitted)"} | dict.fromkeys(CREDIT)
-        turns = [*turns[: MOST_TURNS // 2], note, *turns[-MOST_TURNS // 2 :]]
+        turns = turns[: MOST_TURNS // 2] + [note] + turns[-MOST_TURNS // 2 :]
     share = room = longest
     for number, length in enumerate(sorted(len(turn["text"]) for turn in turns)):
         share = room // (len(turns) - number)
@@ -123,7 +123,7 @@ def completions_table(
         "completion": _column(completions),
     }
     scores = zip(
-        [*rewards, *monitors], [*samples.scored.rewards.T.tolist(), *samples.monitored.T.tolist()]
+        rewards + monitors, samples.scored.rewards.T.tolist() + samples.monitored.T.tolist()
     )
     for name, values in [
         *scores,
