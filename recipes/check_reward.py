@@ -132,13 +132,8 @@ def choose_device(device: str, dtype: str) -> tuple[str, torch.dtype]:
         raise ValueError(
             f"`device={device!r}` needs a GPU, and none is available; use 'auto' or 'cpu'."
         )
-    if device != "auto":
-        device = device
-    else:
-        if gpu:
-            device = "cuda"
-        else:
-            device = "cpu"
+    if device == "auto":
+        device = "cuda" if gpu else "cpu"
     has_bf16 = device != "cpu" and gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     if has_bf16:
         auto = torch.bfloat16

@@ -16,7 +16,8 @@ from trl_ppo_ext.modeling.critics import Units, new_critic, rewards_so_far
 from trl_ppo_ext.ppo.advantages import Discounts, in_units, of_critic
 from trl_ppo_ext.ppo.baseline import MEMORY
 from trl_ppo_ext.ppo.batch_plan import BatchPlan
-from trl_ppo_ext.ppo.rollouts import Rollout, fit_new
+from trl_ppo_ext.ppo.credit import fit_new
+from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.state import RunState
 from trl_ppo_ext.ppo.updates import ppo_loss, schedule
 from trl_ppo_ext.sequences import Sequences

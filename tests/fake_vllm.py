@@ -65,8 +65,6 @@ class FakeVLLM:
             failure = self.failures[path].pop(0)
             if isinstance(failure, int):
                 failure = PlainTextResponse("busy", failure)
-            else:
-                failure = failure
             if isinstance(failure, str):
                 return self.recorded(failure)
             return failure

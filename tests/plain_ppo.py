@@ -510,9 +510,7 @@ def baseline(
     others = [other for _, other in numbered]
     weight, mean, center = fit(list(others))
     if bootstraps:
-        if len(others) >= 8:
-            weight = weight
-        else:
+        if len(others) < 8:
             weight = 1.0
     elif weight:
         errors = constant = 0.0

@@ -50,6 +50,7 @@ from .config import PPOConfig
 from .data import PROMPT_IDS, RolloutSampler, Rows, StreamedRows, weighted_rows
 from .episodes import Environments, build_player, record
 from .modeling.loading import check_optimizers, load_actor_critic
+from .ppo.credit import build_credit
 from .ppo.guards import SamplerComparison, count_skipped
 from .ppo.metrics import Metrics, check_best_metric
 from .ppo.rollouts import Roles, Samples, collect, sample
@@ -305,6 +306,7 @@ class PPOTrainer(Trainer):
         self.roles = Roles(
             actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, sampler
         )
+        self.credit = build_credit(self.roles, self._metrics["train"])
         self.run_state = RunState(args.kl_coef)
         if actor_critic.value_head is not None:
             self.run_state = self.run_state.with_critic(actor_critic.value_head.saved_moments)
@@ -433,7 +435,7 @@ class PPOTrainer(Trainer):
         self._is_collecting = True
         try:
             rollout, self.run_state, samples = collect(
-                self.roles, prompts, self.run_state, metrics, self.state
+                self.roles, self.credit, prompts, self.run_state, metrics, self.state
             )
         finally:
             self._is_collecting = False

@@ -144,8 +144,6 @@ def shrink(
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         if sizes:
             kwargs = _smaller(kwargs, num_generations)
-        else:
-            kwargs = kwargs
         made(self, *args, **kwargs | ON_A_CPU)
 
     monkeypatch.setattr(config_class, "__init__", make)

@@ -168,8 +168,6 @@ def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
     """
     if critic == "none":
         settings = {"num_generations": 4} | settings
-    else:
-        settings = settings
     counted = step(measures=False, critic=critic, **settings)
     plan, (scoring, update) = counted.trainer.plan, EXTRA_FORWARDS[critic]
     micro_batches = plan.num_mini_batches * plan.gradient_accumulation_steps

@@ -14,8 +14,8 @@ from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.commands.probe import held_out_rollouts, probe
 from trl_ppo_ext.data import PromptError
 from trl_ppo_ext.episodes.record import ANSWERS
+from trl_ppo_ext.ppo import credit, rollouts
 from trl_ppo_ext.ppo import math as ppo_math
-from trl_ppo_ext.ppo import rollouts
 from trl_ppo_ext.ppo.advantages import OVER_GROUPS
 from trl_ppo_ext.sequences import Sequences
 
@@ -366,7 +366,7 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
     expected = values[range(len(batch)), seconds].index_fill(0, torch.tensor(3), 0)
     assert expected.std() > 1e-3
     is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
-    outputs = rollouts.outputs_after(run.roles, samples, state) * is_cut
+    outputs = credit.outputs_after(run.roles, samples, state) * is_cut
     torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -319,8 +319,6 @@ def test_delimiters_in_messages_of_a_dataset_are_said(
     rows = dataset([message])
     if streams:
         rows = rows.to_iterable_dataset()
-    else:
-        rows = rows
     list(tokenize_prompts(rows, built, "train_dataset", 4))
     said = [record.getMessage() for record in caplog.records if "delimiter" in record.getMessage()]
     assert len(said) == (spelled is not None), said

@@ -18,6 +18,7 @@ from ..episodes import Episode
 from ..modeling.critics import COSINES
 from ..ppo import math as ppo_math
 from ..ppo.batch_plan import BatchPlan
+from ..ppo.credit import build_credit
 from ..ppo.metrics import Metrics
 from ..ppo.rollouts import Rollout, Samples, collect
 from ..trainer import PPOTrainer
@@ -75,9 +76,7 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     """
     gamma = trainer.args.gamma
     size = trainer.plan.num_generations
-    if size > 1:
-        size = size
-    else:
+    if size == 1:
         size = GENERATIONS
     if (
         trainer.accelerator.num_processes > 1
@@ -207,6 +206,7 @@ def held_out_rollouts(
     rows = [row for row in prompts for _ in range(num_generations)]
     trainer.actor_critic.eval()
     rollouts = []
+    credit = build_credit(roles, Metrics(device))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(2**32 + args.seed + process)  # the run's own noise begins at its seed
         for number in range(rounds):
@@ -214,7 +214,9 @@ def held_out_rollouts(
             # rewards draw their noise by the step
             state = replace(trainer.state, global_step=trainer.state.global_step + number + 1)
             part = rows[start : start + size]
-            rollout, _, samples = collect(roles, part, trainer.run_state, Metrics(device), state)
+            rollout, _, samples = collect(
+                roles, credit, part, trainer.run_state, Metrics(device), state
+            )
             rollouts.append((rollout, samples))
     return rollouts
 

@@ -126,8 +126,6 @@ def _flag(done: Any) -> bool:
     """`done` of the user: text is always true, and a number is a reward in the wrong place."""
     if hasattr(done, "item"):
         done = done.item()
-    else:
-        done = done
     if not isinstance(done, bool):  # of NumPy or torch
         raise TypeError(
             f"`done` must be True or False, got {shortened(repr(done))}: (observation, reward, "

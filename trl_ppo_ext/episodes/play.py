@@ -426,8 +426,6 @@ def build_player(
     kind: Any = VLLMGenerator if args.generation_backend == "vllm" else TransformersGenerator
     if args.vllm_options.overlap_rollouts:
         kind = OverlappingGenerator
-    else:
-        kind = kind
     generator = kind(actor_critic, tokenizer, args, accelerator)
     bootstraps = args.critic_options.bootstrap_truncated
     if environments.rollout_func is not None:

@@ -168,10 +168,7 @@ class VLLMGenerator(Generator):
         # completions depend on no other request, and a resumed run repeats them
         seeds = torch.randint(2**31, (len(copies),)).tolist()
         self.engine.settings["temperature"] = self.temperature
-        # vLLM refuses several greedy ones, which are equal
-        if self.temperature:
-            copies = copies
-        else:
+        if not self.temperature:  # vLLM refuses several greedy ones, which are equal
             copies = Counter(list(copies))
         return [Request(list(x), n, seed, room[x]) for (x, n), seed in zip(copies.items(), seeds)]
 

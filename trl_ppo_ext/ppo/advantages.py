@@ -1,7 +1,7 @@
 """Advantages for the policy and targets for the critic, from rewards per token."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,19 +24,28 @@ OVER_GROUPS = {
 
 
 class Advantages(NamedTuple):
-    """Result of an estimator; tensors are `[batch, response]`."""
+    """Result of an estimator without a critic."""
+
+    advantages: Tensor  # [batch, response], or [batch, 1] of whole completions
+    unit: float = 1.0  # by which they are divided, in that of the rewards
+
+
+class CriticAdvantages(NamedTuple):
+    """Result of an estimator with a critic; tensors are `[batch, response]`."""
 
     advantages: Tensor
-    unit: float = 1.0  # by which the advantages are divided, in that of the rewards
-    # None without a critic; annotated as present, for the code that has one
-    values: Tensor = None  # type: ignore[assignment]  # of the critic, in the unit of the rewards
-    baseline: Tensor = None  # type: ignore[assignment]  # what the advantages are taken from, in that unit
-    returns: Tensor = None  # type: ignore[assignment]  # what the values are to predict
-    targets: Tensor = None  # type: ignore[assignment]  # the same in the critic's units
-    outcomes: Tensor = None  # type: ignore[assignment]  # sums of the rewards that follow
-    observed: Tensor = None  # type: ignore[assignment]  # 1 at outcomes that no limit cut
-    explains: Tensor = None  # type: ignore[assignment]  # what the baseline says of outcomes around their mean
+    values: Tensor  # of the critic, in the unit of the rewards
+    baseline: Tensor  # what the advantages are taken from, in that unit
+    returns: Tensor  # what the values are to predict
+    targets: Tensor  # the same in the critic's units
+    outcomes: Tensor  # sums of the rewards that follow
+    observed: Tensor  # 1 at outcomes that no limit cut
+    explains: Tensor  # what the baseline says of outcomes around their mean
     weights: Tensor | None = None  # [batch, 1 or 2], of the critic and of other completions
+    unit: float = 1.0  # by which the advantages are divided, in that of the rewards
+
+
+AnyAdvantages = TypeVar("AnyAdvantages", Advantages, CriticAdvantages)
 
 
 class Discounts(NamedTuple):
@@ -72,7 +81,7 @@ def of_critic(
     # [batch], completions that enter units and fits; all by default
     ordinary: Tensor | None = None,
     all_sum: Reduction = torch.clone,
-) -> tuple[Advantages, Moments]:
+) -> tuple[CriticAdvantages, Moments]:
     """GAE with the baseline of a critic, and the moments with the returns of this rollout.
 
     Source: https://huggingface.co/papers/1506.02438, https://huggingface.co/papers/2503.01491
@@ -147,7 +156,7 @@ def of_critic(
     targets = new_units.targets(returns) * steps
     if is_normalized:
         targets = targets.clamp(-LARGEST, LARGEST)
-    result = Advantages(
+    result = CriticAdvantages(
         advantages,
         values=values,
         baseline=baseline,
@@ -161,7 +170,7 @@ def of_critic(
     return result, seen_after
 
 
-def in_units(result: Advantages, seen: Moments, largest_unit: float = 0.0) -> Advantages:
+def in_units(result: AnyAdvantages, seen: Moments, largest_unit: float = 0.0) -> AnyAdvantages:
     """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
 
     But not by less than a tenth of the largest one so far: once a task is nearly solved, advantages

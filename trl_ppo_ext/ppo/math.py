@@ -85,8 +85,6 @@ def gae(
     deltas = (rewards + gamma * slots.gather(1, number) - values).masked_fill(~counts, 0)
     if isinstance(lam, Tensor) and lam.dim() == 1:
         lam = lam[:, None]
-    else:
-        lam = lam
     decay = (gamma * lam * torch.ones_like(rewards)).masked_fill(~counts, 1)
     advantages = torch.empty_like(rewards)
     advantage = torch.zeros_like(rewards[:, 0])

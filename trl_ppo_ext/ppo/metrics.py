@@ -17,7 +17,7 @@ from ..episodes import Episode
 from ..modeling import TokenScores
 from ..rewards import Scored
 from . import math as ppo_math
-from .advantages import Advantages, in_groups_that_differ
+from .advantages import CriticAdvantages, in_groups_that_differ
 from .math import Reduction
 from .places import explained_without_clock, place_numbers
 
@@ -142,7 +142,7 @@ def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduct
 
 
 def log_critic(
-    metrics: Metrics, result: Advantages, places: Tensor, is_new: bool, all_sum: Reduction
+    metrics: Metrics, result: CriticAdvantages, places: Tensor, is_new: bool, all_sum: Reduction
 ) -> None:
     """Log what the baseline explains of the outcomes, with and without the clock, and the weights
     of its parts.

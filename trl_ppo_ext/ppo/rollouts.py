@@ -2,10 +2,10 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -16,24 +16,13 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
 from ..config import PPOConfig
-from ..distributed import unsharded
 from ..episodes import Episode, Player, to_sequences
 from ..modeling import ActorCritic, TokenScores
 from ..modeling.critics import SideCritic, Units, rewards_so_far
 from ..rewards.scoring import Reward, Scored, ScoringBatch, guarded, monitor, score_all
 from ..sequences import Sequences
 from . import math as ppo_math
-from .advantages import (
-    Cuts,
-    Discounts,
-    in_groups_that_differ,
-    in_units,
-    of_critic,
-    of_groups,
-    of_objectives,
-    to_go,
-)
-from .baseline import MEMORY, Groups
+from .advantages import CriticAdvantages
 from .guards import (
     SamplerComparison,
     log_differences,
@@ -47,13 +36,11 @@ from .metrics import (
     Metrics,
     check_metric_name,
     log_completions,
-    log_critic,
     log_episodes,
     log_groups,
     log_hacking,
     log_rewards,
 )
-from .places import default_lambda, enter_at
 from .state import RunState
 
 logger = logging.get_logger(__name__)
@@ -76,6 +63,41 @@ class Samples(NamedTuple):
     # [batch, response], what the values are to predict; None in evaluation
     returns: Tensor | None = None
     advantages: Tensor | None = None  # [batch, response]; None in evaluation
+    states: list[Tensor] | None = None  # that a new critic read, by micro-batch
+
+
+class Credit(NamedTuple):
+    """What policy and critic learn from a rollout, `[batch, response]`; steps of a chain fill it in.
+
+    Rewards and advantages are in the unit of the scores, divided by `unit`.
+    """
+
+    rewards: Tensor
+    response_mask: Tensor  # 1 at tokens that count
+    policy_mask: Tensor  # 1 at those that the policy learns from
+    advantages: Tensor
+    outputs: Tensor | None  # of the critic
+    turn_starts: Tensor | None = None  # 1 at first tokens of turns, if these are what is rewarded
+    critic: CriticAdvantages | None = None
+    value_weights: Tensor | None = None  # in the loss of the values; None if all are 1
+    unit: float = 1.0
+    entropy_unit: float = 1.0  # of the advantages, by which the entropy bonus is multiplied
+
+    @classmethod
+    def begin(cls, samples: Samples, rewards: Tensor) -> "Credit":
+        """Credit of all tokens of usable completions, before its first step."""
+        mask = samples.sequences.completion_mask & samples.scored.usable[:, None]
+        return cls(rewards, mask, mask, torch.zeros_like(rewards), samples.tokens.values)
+
+    @property
+    def steps(self) -> Tensor:
+        """1 at tokens, or first tokens of turns, that have a reward and a value."""
+        if self.turn_starts is None:
+            return self.response_mask
+        return self.response_mask & self.turn_starts
+
+
+CreditStep = Callable[[Samples, Credit, RunState], tuple[Credit, RunState]]
 
 
 @dataclass(frozen=True)
@@ -94,6 +116,32 @@ class Rollout:
     value_weights: Tensor | None = None  # in the loss of the values; None if all are 1
     kl_coef: float = 0.0  # constant over the rollout's updates
     entropy_unit: float = 1.0  # of the advantages, by which the entropy bonus is multiplied
+
+    @classmethod
+    def of(cls, samples: Samples, credit: Credit, kl_coef: float, gather: Reduction) -> "Rollout":
+        """Rollout of samples with their credit."""
+        sequences = samples.sequences
+        if samples.excluded is not None:
+            sequences = stand_ins(sequences, samples.excluded, gather)
+        advantages = credit.advantages
+        if samples.sampler_weights is not None:
+            # PPO's clipped objective is linear in a factor that is not negative
+            advantages = advantages * samples.sampler_weights
+        learns_everywhere = credit.policy_mask is credit.response_mask
+        return cls(
+            sequences,
+            credit.response_mask,
+            old_logprobs=samples.tokens.logprobs,
+            advantages=advantages,
+            ref_logprobs=samples.tokens.ref_logprobs,
+            old_values=credit.outputs,
+            returns=None if credit.critic is None else credit.critic.targets,
+            policy_mask=None if learns_everywhere else credit.policy_mask,
+            value_weights=credit.value_weights,
+            # a KL in the loss weighs as much as one in the reward
+            kl_coef=kl_coef / credit.unit,
+            entropy_unit=credit.entropy_unit,
+        )
 
     @property
     def policy_tokens(self) -> Tensor:
@@ -296,160 +344,77 @@ def sample(
 
 
 def collect(
-    roles: Roles, rows: Sequence[dict], run: RunState, metrics: Metrics, state: TrainerState
+    roles: Roles,
+    credit_steps: Sequence[CreditStep],
+    rows: Sequence[dict],
+    run: RunState,
+    metrics: Metrics,
+    state: TrainerState,
 ) -> tuple[Rollout, RunState, Samples]:
-    """Collect one rollout from rows of the dataset, and return it with the state for the next
-    one."""
-    args = roles.args
-    all_sum = roles.all_sum
-    level = roles.args.advantage_level
-    rank = roles.accelerator.process_index
-    groups = Groups(args.num_generations, roles.accelerator.gather, rank)
-
+    """Collect a rollout from rows of the dataset, and return it with the state for the next one."""
     # 1. Play, score, and run policy, reference and critic.
-    head = roles.actor_critic.value_head
-    new_critic = new_side_critic(roles, run)
-    with ExitStack() as stack:
-        recorded = [] if new_critic is None else stack.enter_context(new_critic.recorded())
+    with states_for_a_new_critic(roles, run) as states:
         samples = sample(roles, rows, run, metrics, state, num_valid=None)
-    sequences = samples.sequences
-    tokens = samples.tokens
-    scored = samples.scored
-    completion_mask = sequences.completion_mask
-    usable = scored.usable
-    response_mask = policy_mask = completion_mask & usable[:, None]
-    # a critic learns from them: https://huggingface.co/papers/2609.36802
-    if args.mask_truncated_completions:
-        policy_mask = response_mask & samples.stopped[:, None]
-        if args.critic == "none":
-            response_mask = policy_mask
-        else:
-            response_mask = response_mask
+    samples = samples._replace(states=states)
     if state.global_step == 0:
-        check_scores_are_not_spread(roles, scored, completion_mask)
-    log_groups(metrics, scored, groups.size, groups.gather)
-    if args.drop_equal_groups:
-        scores = scored.totals - (args.missing_eos_penalty or 0.0) * ~samples.stopped
-        differs = in_groups_that_differ(scores, usable, groups.size, groups.gather)
-        response_mask = policy_mask = policy_mask & groups.own(differs, usable)[:, None]
+        check_scores_are_not_spread(roles, samples.scored, samples.sequences.completion_mask)
+    gather = roles.accelerator.gather
+    log_groups(metrics, samples.scored, roles.args.num_generations, gather)
 
-    # 2. Rewards per token, in the unit of the scores or whitened.
+    # 2. Rewards per token: the KL penalty at every token, the shaped score at the last one.
     rewards, after = shaped_rewards(roles, samples, run)
-    metrics.mean("objective", rewards.sum(1), usable)
-    reward_unit = 1.0
-    if args.whiten_rewards:
-        rewards, reward_unit = ppo_math.whiten(rewards, response_mask, all_sum, keeps_mean=True)
+    metrics.mean("objective", rewards.sum(1), samples.scored.usable)
 
-    # 3. Advantages for the policy and targets for the critic: per token, or per turn, whose reward
-    # and value are at its first token. γ and λ count one or the other.
-    steps = response_mask
-    value_weights = None
-    starts, first = ppo_math.turn_starts(sequences.turns)
-    if level == "turn":
-        rewards = torch.zeros_like(rewards).scatter_add(1, first, rewards)
-        steps = response_mask & starts
-        # the critic learns at first tokens, from a mean over turns
-        count, turns = all_sum(torch.stack([response_mask.sum(), steps.sum()])).unbind()
-        value_weights = steps * (count / turns.clamp(min=1))
-    if head is not None:
-        # one completion far from all others must not set the units of the others
-        ordinary = usable & ~outlying(rewards.sum(1), usable, groups)
-        metrics.total("outlying_completions", usable & ~ordinary)
-        discounts, after, places = discounts_of(roles, samples, ordinary, run, after, metrics)
-        if new_critic is not None:
-            tokens = tokens._replace(
-                values=tokens.values
-                + first_fit(
-                    roles,
-                    new_critic,
-                    recorded,
-                    samples,
-                    rewards,
-                    steps,
-                    ordinary,
-                    discounts.gamma,
-                    run.returns,
-                )
-            )
-        result, returns = of_critic(
-            rewards,
-            tokens.values,
-            steps,
-            run.returns,
-            is_normalized=head.is_normalized,
-            discounts=discounts,
-            cuts=cuts_of(roles, samples, run),
-            groups=groups,
-            ordinary=ordinary,
-            all_sum=all_sum,
-        )
-        earned = run.rewards.add(scored.tokens, response_mask & ordinary[:, None], all_sum, MEMORY)
-        after = after._replace(returns=returns, rewards=earned)
-        # values that were fitted to these very returns explain nothing yet
-        log_critic(metrics, result, places, is_new=new_critic is not None, all_sum=all_sum)
-    elif args.advantage_estimator == "rebn":
-        result = to_go(rewards, steps, args.gamma)
-    elif args.multi_objective_aggregation == "normalize_then_sum":
-        result = of_objectives(scored.rewards, roles.reward_weights, usable, groups)
-    else:
-        estimator = cast(str, args.advantage_estimator)
-        result = of_groups(estimator, rewards, usable, groups.size, groups.gather, rank)
-    if level == "turn":
-        advantages = result.advantages.gather(1, first)
-    else:
-        advantages = result.advantages
-    result = result._replace(advantages=advantages * response_mask)
-    if args.whiten_advantages:
-        advantages, unit = ppo_math.whiten(result.advantages, policy_mask, all_sum)
-        result = result._replace(advantages=advantages, unit=unit)
-    elif args.normalize_values:
-        if after.returns.varies:
-            after = after._replace(largest_unit=max(run.largest_unit, after.returns.unit))
-        result = in_units(result, after.returns, after.largest_unit)
-
-    if args.top_entropy_quantile < 1:
-        gained = result.advantages * high_entropies(roles, tokens.entropies, policy_mask)
-        result = result._replace(advantages=gained)
+    # 3. Credit: from rewards to advantages of the policy and targets of the critic.
+    credit = Credit.begin(samples, rewards)
+    for step in credit_steps:
+        credit, after = step(samples, credit, after)
 
     # 4. The rollout, and what it leaves to the next one.
-    # before, no policy moves
-    if args.kl_target is not None and state.global_step >= args.critic_options.warmup_steps:
-        # 0 at padding
-        kls = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1").sum(1)
-        measured = float(ppo_math.masked_mean(kls, usable, all_sum))
-        completions = int(all_sum(usable.sum()))
-        kl_coef = ppo_math.adapt_kl_coef(
-            run.kl_coef, measured, args.kl_target, args.kl_horizon, completions
-        )
-        after = after._replace(kl_coef=kl_coef)
+    rollout = Rollout.of(samples, credit, run.kl_coef, gather)
+    after = after._replace(kl_coef=next_kl_coef(roles, samples, run, state))
     metrics.mean("kl_coef", run.kl_coef)
-    weights = samples.sampler_weights
-    advantages = result.advantages
-    rollout = Rollout(
-        sequences
-        if samples.excluded is None
-        else stand_ins(sequences, samples.excluded, groups.gather),
-        response_mask,
-        old_logprobs=tokens.logprobs,
-        # PPO's clipped objective is linear in a factor that is not negative
-        advantages=advantages if weights is None else advantages * weights,
-        ref_logprobs=tokens.ref_logprobs,
-        old_values=tokens.values,
-        returns=result.targets,
-        policy_mask=None if policy_mask is response_mask else policy_mask,
-        value_weights=value_weights,
-        # a KL in the loss weighs as much as one in the reward
-        kl_coef=run.kl_coef / (reward_unit * result.unit),
-        entropy_unit=ppo_math.root_mean_square(advantages, policy_mask, all_sum)
-        if args.entropy_coef
-        else 1.0,
+    samples = samples._replace(advantages=rollout.advantages, states=None)
+    if credit.critic is not None:
+        samples = samples._replace(values=credit.critic.values, returns=credit.critic.returns)
+    return rollout, after, samples
+
+
+@contextmanager
+def states_for_a_new_critic(roles: Roles, run: RunState) -> Iterator[list[Tensor] | None]:
+    """List of what a side critic reads in the forwards of a context, if it was never fitted.
+
+    All returns so far were equal then: there was nothing that it could be fitted to.
+    """
+    head = roles.actor_critic.value_head
+    if roles.args.critic_init is not None or not isinstance(head, SideCritic):
+        yield None
+        return
+    # without units it is fitted to the mean, too
+    was_fitted = run.returns.varies if head.is_normalized else run.returns.weight > 0
+    if was_fitted:
+        yield None
+        return
+    head.first_fit.zero_()  # of a first rollout that was abandoned
+    with head.recorded() as states:
+        yield states
+
+
+def next_kl_coef(roles: Roles, samples: Samples, run: RunState, state: TrainerState) -> float:
+    """KL coefficient of the next rollout, from the KL of this one's completions."""
+    args = roles.args
+    policy_moves = state.global_step >= args.critic_options.warmup_steps
+    if args.kl_target is None or not policy_moves:
+        return run.kl_coef
+    tokens = samples.tokens
+    usable = samples.scored.usable
+    # log-probs are 0 at padding
+    kls = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1").sum(1)
+    measured = float(ppo_math.masked_mean(kls, usable, roles.all_sum))
+    completions = int(roles.all_sum(usable.sum()))
+    return ppo_math.adapt_kl_coef(
+        run.kl_coef, measured, args.kl_target, args.kl_horizon, completions
     )
-    learned: dict[str, Any] = {
-        "values": result.values,
-        "returns": result.returns,
-        "advantages": rollout.advantages,
-    }
-    return rollout, after, samples._replace(**learned)
 
 
 def shaped_rewards(roles: Roles, samples: Samples, run: RunState) -> tuple[Tensor, RunState]:
@@ -516,69 +481,6 @@ def rows_of_environments(roles: Roles, samples: Samples) -> list[Tensor]:
     environments = [episode.columns.get("environment") for episode in samples.batch.episodes]
     masks = [torch.tensor([x == name for x in environments]) for name in roles.player.names]
     return [mask.to(usable.device, non_blocking=True) for mask in masks]
-
-
-def new_side_critic(roles: Roles, run: RunState) -> SideCritic | None:
-    """The side critic, if all returns so far were equal: there was nothing that it could be
-    fitted to."""
-    head = roles.actor_critic.value_head
-    if roles.args.critic_init is not None or not isinstance(head, SideCritic):
-        return None
-    # without units it is fitted to the mean, too
-    if head.is_normalized:
-        was_fitted = run.returns.varies
-    else:
-        was_fitted = run.returns.weight > 0
-    if was_fitted:
-        return None
-    head.first_fit.zero_()  # of a first rollout that was abandoned
-    return head
-
-
-def first_fit(
-    roles: Roles,
-    critic: SideCritic,
-    recorded: list[Tensor],
-    samples: Samples,
-    rewards: Tensor,
-    steps: Tensor,
-    ordinary: Tensor,
-    gamma: float | Tensor,
-    seen: Moments,
-) -> Tensor:
-    """Outputs that a new critic gains from a fit to its first rollout, `[batch, response]`."""
-    # the forwards of step 1 recorded micro-batches in their own order
-    order = torch.cat(micro_batches(roles.args, samples.sequences)).to(steps.device)
-    gamma = (gamma * torch.ones_like(rewards))[order]
-    mask = samples.sequences.completion_mask[order]
-    enters = (steps & ordinary[:, None])[order]
-    fitted = fit_new(
-        critic, recorded, rewards[order], steps[order], mask, gamma, seen, enters, roles.all_sum
-    )
-    return fitted[order.argsort()]
-
-
-def fit_new(
-    critic: SideCritic,
-    recorded: list[Tensor],
-    rewards: Tensor,
-    steps: Tensor,
-    mask: Tensor,
-    gamma: float | Tensor = 1.0,
-    seen: Moments = Moments(),
-    enters: Tensor | None = None,  # steps that the fit and its units are made of; all by default
-    all_sum: Reduction = torch.clone,
-) -> Tensor:
-    """Fit a new critic to the Monte Carlo returns of its first rollout; return what that adds to
-    its outputs.
-
-    Returns of earlier rollouts, if any, were all equal.
-    """
-    outcomes = ppo_math.gae(rewards, torch.zeros_like(rewards), steps, gamma, 1.0)[1]
-    enters = steps if enters is None else enters
-    targets = critic.units(seen.add(outcomes, enters, all_sum, MEMORY)).targets(outcomes)
-    fitted = critic.begin(recorded, targets[mask], enters[mask], enters.any(1).sum(), all_sum)
-    return torch.zeros_like(rewards).masked_scatter(mask, fitted).where(steps, 0)
 
 
 # ---- the forward of the updates ----
@@ -658,91 +560,6 @@ def with_rewards_so_far(
 # ---- parts ----
 
 
-def outlying(totals: Tensor, usable: Tensor, groups: Groups) -> Tensor:
-    """True at the completion whose score is far beyond those of all others of a rollout,
-    `[batch]`."""
-    outlier = ppo_math.outlier(groups.gather(totals), groups.gather(usable))
-    if outlier.any():
-        logger.warning_once(
-            "A score is more than %g times as far from the others as these are from each other in "
-            "total; it does not enter the units of advantages and values. Further ones are "
-            "counted by `outlying_completions`.",
-            ppo_math.OUTLYING,
-        )
-    return groups.own(outlier, totals)
-
-
-def discounts_of(
-    roles: Roles,
-    samples: Samples,
-    ordinary: Tensor,
-    run: RunState,
-    after: RunState,
-    metrics: Metrics,
-) -> tuple[Discounts, RunState, Tensor]:
-    """γ and λ, the state with what the scores tell, and the places where scores enter, `[batch,
-    response]`.
-
-    If both levels count, γ and λ of turns are at their ends.
-    """
-    args = roles.args
-    options = roles.args.critic_options
-    level = roles.args.advantage_level
-    turns = samples.sequences.turns
-    scores, places = enter_at(samples.scored.tokens, samples.scored.places, turns)
-    information = run.information
-    for rows in rows_of_environments(roles, samples):  # what is usual differs between them
-        information = information.add(scores, places, ordinary & rows, roles.all_sum)
-    over_token, over_turn = default_lambda(information, places, turns, roles.all_sum)
-
-    lam: float | Tensor | None = args.lam
-    within: float | Tensor = 1.0
-    if options.lam_length_alpha is not None:
-        counted = turns.bool() & samples.scored.usable[:, None]
-        if level == "turn":
-            counted = counted & ppo_math.turn_starts(turns)[0]
-        lam = ppo_math.length_adaptive_lambda(counted, options.lam_length_alpha)
-    elif lam is None:
-        if level == "token":
-            lam = over_token
-        else:
-            lam = over_turn
-        within = over_token
-    metrics.mean("lam", lam, samples.scored.usable if isinstance(lam, Tensor) else None)
-
-    if not isinstance(lam, Tensor) and lam != 1.0:  # as a tensor each level rounds alike
-        lam = scores.new_full((len(turns),), lam)
-    discounts = Discounts(args.gamma, lam, options.lam)
-    if level == "both":
-        discounts = Discounts(
-            ppo_math.at_turn_ends(args.gamma, turns),
-            ppo_math.at_turn_ends(lam, turns, within) if isinstance(lam, Tensor) else lam,
-            ppo_math.at_turn_ends(options.lam, turns),
-        )
-    return discounts, after._replace(information=information), places
-
-
-def cuts_of(roles: Roles, samples: Samples, run: RunState) -> Cuts | None:
-    """Completions that a limit cut where the critic stands for the rest; `None` if no rank has
-    any."""
-    outputs = outputs_after(roles, samples, run)
-    if outputs is None:
-        return None
-    is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
-    return Cuts(is_cut.to(outputs.device, non_blocking=True), outputs)
-
-
-def high_entropies(roles: Roles, entropies: Tensor, mask: Tensor) -> Tensor:
-    """1 at the share of a rollout's tokens with the highest entropy:
-    https://huggingface.co/papers/2506.01939"""
-    padded = roles.accelerator.pad_across_processes(entropies[mask], pad_index=-torch.inf)
-    ordered = roles.accelerator.gather(padded).sort(descending=True).values
-    last = int(roles.args.top_entropy_quantile * (int(ordered.isfinite().sum()) - 1))
-    if len(ordered):
-        return entropies >= ordered[last]
-    return mask
-
-
 def check_scores_are_not_spread(roles: Roles, scored: Scored, completion_mask: Tensor) -> None:
     """Raise if each score of the first rollout is spread evenly over its tokens: the side critic
     would read it there.
@@ -772,44 +589,6 @@ def check_scores_are_not_spread(roles: Roles, scored: Scored, completion_mask: T
             "`critic='side'` would read them before they are earned; return one number per "
             "completion, or set `critic='head'`."
         )
-
-
-def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | None:
-    """Outputs of the critic for the states after completions that a limit cut, `[batch]`; `None`
-    if there are none."""
-    actor_critic = roles.actor_critic
-    device = roles.accelerator.device
-    episodes = samples.batch.episodes
-    sequences = samples.sequences
-    rows = [row for row, episode in enumerate(episodes) if episode.bootstraps]
-    if not gather_object(rows):  # on any rank
-        return None
-    rows = rows or [0]
-    # the value of a state is at the token that follows it: one that nothing else reads
-    pad_token_id = roles.tokenizer.pad_token_id
-    index = torch.tensor(rows)
-    own = sequences.rows(index)
-    on_device = index.to(device)
-    completions = [
-        episodes[row].completion_ids + episodes[row].following + [pad_token_id] for row in rows
-    ]
-    last = [[0] * (len(ids) - 1) + [1] for ids in completions]
-    prompts = [episodes[row].prompt_ids for row in rows]
-    ends = Sequences.from_token_ids(prompts, completions, pad_token_id, device, sampled=last)
-    ends = replace(
-        ends,
-        critic_prompt_ids=own.critic_prompt_ids,
-        critic_prompt_lengths=own.critic_prompt_lengths,
-    )
-    if isinstance(actor_critic.value_head, SideCritic):
-        padding = 0, ends.completion_ids.shape[1] - sequences.completion_ids.shape[1]
-        scores = samples.scored.tokens[on_device]
-        mask = sequences.completion_mask[on_device]
-        scores, mask = (nn.functional.pad(x, padding) for x in (scores, mask))
-        ends = with_rewards_so_far(ends, scores, mask | ends.completion_mask, run)
-    with unsharded(actor_critic):  # ranks have other numbers of rows
-        outputs = score_tokens(roles, ends, with_reference=False).values.sum(1)
-    return outputs.new_zeros(len(sequences)).index_put((on_device,), outputs)
 
 
 def scoring_batch(

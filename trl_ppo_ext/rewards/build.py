@@ -214,9 +214,7 @@ def build_rewards(
             else:
                 entry = load(entry)
         if isinstance(entry, PreTrainedModel | PeftModel):
-            if getattr(entry, "is_quantized", False):
-                entry = entry
-            else:
+            if not getattr(entry, "is_quantized", False):
                 entry = entry.to(args.device)
             rewards.append(ClassifierReward(entry, own_tokenizer, batch_size, label, trusted))
         elif isinstance(entry, ProcessReward):

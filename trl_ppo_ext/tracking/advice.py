@@ -290,6 +290,4 @@ def judge(run: Run) -> Judgement:
     notes = " and ".join(x.rule.cause[0].lower() + x.rule.cause[1:] for x in advice)
     if curves.is_solved:
         outcome = f"Solved: the{outcome[3:]}"
-    else:
-        outcome = outcome
     return Judgement("good", f"{outcome}, but {notes}." if notes else f"{outcome}.", advice)

@@ -147,8 +147,6 @@ class RunLog(TrainerCallback):
         step = state.global_step
         if mode == "eval":
             mode = self._evaluated
-        else:
-            mode = mode
         if self._path is None or (step < self._due.get(mode, 0) and step < state.max_steps):
             return
         self._due[mode] = step + max(state.max_steps / TIMES, 1)

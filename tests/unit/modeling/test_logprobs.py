@@ -58,9 +58,7 @@ def everything(hidden, ref_hidden, weight, bias, tokens, cap=None):
 @pytest.mark.parametrize(("with_bias", "cap"), [(True, None), (False, None), (True, 3.0)])
 def test_kl_and_its_gradient_equal_autograd_in_float64(chunk_size, temperature, with_bias, cap):
     hidden, weight, bias, tokens = problem()
-    if with_bias:
-        bias = bias
-    else:
+    if not with_bias:
         bias = None
     ref_hidden = near(hidden)
     along = torch.randn(ROWS, dtype=torch.float64)

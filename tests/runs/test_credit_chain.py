@@ -1,0 +1,91 @@
+"""The chain from rewards to advantages: what is in it, and how a variant of one's own enters it."""
+
+import pytest
+import torch
+from runs_of_tiny import rollouts_of, trainer
+
+GROUPS = {"critic": "none", "num_generations": 4}
+# settings: names of the chain's steps, in order
+CHAINS = [
+    ({}, "estimate_by_critic keep_counted_tokens divide_by_unit_of_returns"),
+    (
+        {"mask_truncated_completions": True, "whiten_rewards": True, "entropy_coef": 0.01},
+        "mask_truncated whiten_rewards estimate_by_critic keep_counted_tokens "
+        "divide_by_unit_of_returns measure_unit_of_entropy",
+    ),
+    (
+        {"advantage_level": "turn", "whiten_advantages": True},
+        "reward_turns estimate_by_critic spread_over_turns whiten_advantages",
+    ),
+    (
+        GROUPS | {"drop_equal_groups": True, "top_entropy_quantile": 0.2},
+        "drop_equal_groups compare_in_groups keep_counted_tokens keep_high_entropies",
+    ),
+    (
+        GROUPS | {"multi_objective_aggregation": "normalize_then_sum"},
+        "compare_objectives_in_groups keep_counted_tokens",
+    ),
+    (
+        {"critic": "none", "advantage_estimator": "rebn"},
+        "sum_rewards_to_go keep_counted_tokens whiten_advantages",
+    ),
+]
+
+
+def name_of(step):
+    return getattr(step, "func", step).__name__
+
+
+@pytest.mark.parametrize(("settings", "names"), CHAINS)
+def test_chain_has_the_steps_of_the_settings_and_no_other(tmp_path, settings, names):
+    built = trainer(tmp_path, **settings)
+    assert [name_of(step) for step in built.credit] == names.split()
+
+
+def only_longer_than(length):
+    """Step that takes the advantages of shorter completions away."""
+
+    def step(samples, credit, run):
+        is_long = samples.sequences.completion_lengths > length
+        kept = is_long.to(credit.advantages.device)[:, None]
+        return credit._replace(advantages=credit.advantages * kept), run
+
+    return step
+
+
+def test_step_from_outside_changes_what_is_learned(tmp_path):
+    """And nothing else: the next run of the same seed collects the same first rollout."""
+    first = trainer(tmp_path / "first", max_steps=4)
+    second = trainer(tmp_path / "second", max_steps=4)
+    second.credit.append(only_longer_than(5))
+    collected = [rollouts_of(run) for run in (first, second)]
+    for run in (first, second):
+        run.train()
+    plain, changed = (rollouts[0][0] for rollouts in collected)
+    is_long = plain.sequences.completion_lengths > 5
+    assert 0 < is_long.sum() < len(is_long)
+    assert torch.equal(plain.sequences.completion_ids, changed.sequences.completion_ids)
+    assert torch.equal(changed.advantages[is_long], plain.advantages[is_long])
+    assert plain.advantages[~is_long].any() and not changed.advantages[~is_long].any()
+    assert torch.equal(plain.returns, changed.returns)
+
+
+def test_steps_change_nothing_in_place(tmp_path):
+    """A step returns the next credit; what it was given stays."""
+    built = trainer(
+        tmp_path, max_steps=1, mask_truncated_completions=True, whiten_rewards=True
+    )
+    built.credit = [unchanged(step) for step in built.credit]
+    built.train()
+
+
+def unchanged(step):
+    def compared(samples, credit, run):
+        tensors = {name: x for name, x in credit._asdict().items() if isinstance(x, torch.Tensor)}
+        before = {name: x.clone() for name, x in tensors.items()}
+        result = step(samples, credit, run)
+        for name, x in tensors.items():
+            assert torch.equal(x, before[name]), (name_of(step), name)
+        return result
+
+    return compared

@@ -1,0 +1,432 @@
+"""Credit: from rewards per token to advantages and targets, as a chain that is built once.
+
+A step is a pure function of the samples, the credit so far and the state of the run. A variant that
+a run does not have is not in its chain.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..distributed import unsharded
+from ..modeling.critics import SideCritic, ValueHead
+from ..sequences import Sequences
+from . import math as ppo_math
+from .advantages import (
+    Advantages,
+    Cuts,
+    Discounts,
+    in_groups_that_differ,
+    in_units,
+    of_critic,
+    of_groups,
+    of_objectives,
+    to_go,
+)
+from .baseline import MEMORY, Groups
+from .math import Moments, Reduction
+from .metrics import Metrics, log_critic
+from .places import default_lambda, enter_at
+from .rollouts import (
+    Credit,
+    CreditStep,
+    Roles,
+    Samples,
+    micro_batches,
+    rows_of_environments,
+    score_tokens,
+    with_rewards_so_far,
+)
+from .state import RunState
+
+logger = logging.get_logger(__name__)
+
+Stepped = tuple[Credit, RunState]
+
+
+def build_credit(roles: Roles, metrics: Metrics) -> list[CreditStep]:
+    """Steps of a run, in their order. No other function chooses between them."""
+    args = roles.args
+    all_sum = roles.all_sum
+    has_critic = roles.actor_critic.value_head is not None
+    rank = roles.accelerator.process_index
+    groups = Groups(args.num_generations, roles.accelerator.gather, rank)
+    steps: list[CreditStep] = []
+
+    # 1. Which tokens count, and their rewards.
+    if args.mask_truncated_completions:
+        steps.append(partial(mask_truncated, critic_learns=has_critic))
+    if args.drop_equal_groups:
+        penalty = args.missing_eos_penalty or 0.0
+        steps.append(partial(drop_equal_groups, groups=groups, missing_eos_penalty=penalty))
+    if args.whiten_rewards:
+        steps.append(partial(whiten_rewards, all_sum=all_sum))
+    if args.advantage_level == "turn":
+        steps.append(partial(reward_turns, all_sum=all_sum))
+
+    # 2. Advantages.
+    if has_critic:
+        steps.append(partial(estimate_by_critic, roles=roles, metrics=metrics, groups=groups))
+    elif args.advantage_estimator == "rebn":
+        steps.append(partial(sum_rewards_to_go, gamma=args.gamma))
+    elif args.multi_objective_aggregation == "normalize_then_sum":
+        weights = roles.reward_weights
+        steps.append(partial(compare_objectives_in_groups, weights=weights, groups=groups))
+    else:
+        estimator = cast(str, args.advantage_estimator)
+        steps.append(partial(compare_in_groups, estimator=estimator, groups=groups))
+    steps.append(spread_over_turns if args.advantage_level == "turn" else keep_counted_tokens)
+
+    # 3. Their unit, and what is left of them.
+    if args.whiten_advantages:
+        steps.append(partial(whiten_advantages, all_sum=all_sum))
+    elif args.normalize_values:
+        steps.append(divide_by_unit_of_returns)
+    if args.top_entropy_quantile < 1:
+        quantile = args.top_entropy_quantile
+        accelerator = roles.accelerator
+        steps.append(partial(keep_high_entropies, quantile=quantile, accelerator=accelerator))
+    if args.entropy_coef:
+        steps.append(partial(measure_unit_of_entropy, all_sum=all_sum))
+    return steps
+
+
+# ---- which tokens count, and their rewards ----
+
+
+def mask_truncated(
+    samples: Samples, credit: Credit, run: RunState, *, critic_learns: bool
+) -> Stepped:
+    """The policy learns nothing from completions that a limit cut; a critic does.
+
+    Source: https://huggingface.co/papers/2609.36802
+    """
+    mask = credit.response_mask & samples.stopped[:, None]
+    credit = credit._replace(policy_mask=mask)
+    if not critic_learns:
+        credit = credit._replace(response_mask=mask)
+    return credit, run
+
+
+def drop_equal_groups(
+    samples: Samples, credit: Credit, run: RunState, *, groups: Groups, missing_eos_penalty: float
+) -> Stepped:
+    """Nothing is learned from completions of a prompt whose scores are all equal."""
+    usable = samples.scored.usable
+    scores = samples.scored.totals - missing_eos_penalty * ~samples.stopped
+    differs = in_groups_that_differ(scores, usable, groups.size, groups.gather)
+    mask = credit.policy_mask & groups.own(differs, usable)[:, None]
+    return credit._replace(response_mask=mask, policy_mask=mask), run
+
+
+def whiten_rewards(
+    samples: Samples, credit: Credit, run: RunState, *, all_sum: Reduction
+) -> Stepped:
+    """Rewards in units of their deviation over tokens."""
+    mask = credit.response_mask
+    rewards, unit = ppo_math.whiten(credit.rewards, mask, all_sum, keeps_mean=True)
+    return credit._replace(rewards=rewards, unit=credit.unit * unit), run
+
+
+def reward_turns(samples: Samples, credit: Credit, run: RunState, *, all_sum: Reduction) -> Stepped:
+    """Reward and value of a turn are at its first token: γ and λ count turns."""
+    starts, first = ppo_math.turn_starts(samples.sequences.turns)
+    rewards = torch.zeros_like(credit.rewards).scatter_add(1, first, credit.rewards)
+    credit = credit._replace(rewards=rewards, turn_starts=starts)
+    # the critic learns at first tokens, from a mean over turns
+    counts = torch.stack([credit.response_mask.sum(), credit.steps.sum()])
+    tokens, turns = all_sum(counts).unbind()
+    return credit._replace(value_weights=credit.steps * (tokens / turns.clamp(min=1))), run
+
+
+# ---- advantages ----
+
+
+def sum_rewards_to_go(samples: Samples, credit: Credit, run: RunState, *, gamma: float) -> Stepped:
+    """ReBN: the rewards from each token on, without a baseline."""
+    result = to_go(credit.rewards, credit.steps, gamma)
+    return credit._replace(advantages=result.advantages), run
+
+
+def compare_objectives_in_groups(
+    samples: Samples, credit: Credit, run: RunState, *, weights: list[float] | None, groups: Groups
+) -> Stepped:
+    """GDPO: each reward within the completions of its prompt, then their sum."""
+    result = of_objectives(samples.scored.rewards, weights, samples.scored.usable, groups)
+    return credit._replace(advantages=result.advantages), run
+
+
+def compare_in_groups(
+    samples: Samples, credit: Credit, run: RunState, *, estimator: str, groups: Groups
+) -> Stepped:
+    """GRPO and its relatives: a completion's score against the others of its prompt."""
+    usable = samples.scored.usable
+    result = of_groups(
+        estimator, credit.rewards, usable, groups.size, gather=groups.gather, rank=groups.rank
+    )
+    return credit._replace(advantages=result.advantages), run
+
+
+def estimate_by_critic(
+    samples: Samples,
+    credit: Credit,
+    run: RunState,
+    *,
+    roles: Roles,
+    metrics: Metrics,
+    groups: Groups,
+) -> Stepped:
+    """GAE with the baseline of a critic, and the targets that the critic learns."""
+    head = cast(ValueHead, roles.actor_critic.value_head)
+    usable = samples.scored.usable
+    # one completion far from all others must not set the units of the others
+    ordinary = usable & ~outlying(credit.rewards.sum(1), usable, groups)
+    metrics.total("outlying_completions", usable & ~ordinary)
+    discounts, run, places = discounts_of(roles, samples, ordinary, run, metrics)
+    outputs = cast(Tensor, credit.outputs)
+    if samples.states is not None:
+        outputs = outputs + first_fit(roles, samples, credit, ordinary, discounts.gamma, run)
+    result, returns = of_critic(
+        credit.rewards,
+        outputs,
+        credit.steps,
+        run.returns,
+        is_normalized=head.is_normalized,
+        discounts=discounts,
+        cuts=cuts_of(roles, samples, run),
+        groups=groups,
+        ordinary=ordinary,
+        all_sum=roles.all_sum,
+    )
+    counted = credit.response_mask & ordinary[:, None]
+    rewards = run.rewards.add(samples.scored.tokens, counted, roles.all_sum, MEMORY)
+    # values that were fitted to these very returns explain nothing yet
+    is_new = samples.states is not None
+    log_critic(metrics, result, places, is_new=is_new, all_sum=roles.all_sum)
+    credit = credit._replace(advantages=result.advantages, outputs=outputs, critic=result)
+    return credit, run._replace(returns=returns, rewards=rewards)
+
+
+def spread_over_turns(samples: Samples, credit: Credit, run: RunState) -> Stepped:
+    """Each token of a turn gets the advantage of its first one."""
+    _, first = ppo_math.turn_starts(samples.sequences.turns)
+    advantages = credit.advantages.gather(1, first) * credit.response_mask
+    return credit._replace(advantages=advantages), run
+
+
+def keep_counted_tokens(samples: Samples, credit: Credit, run: RunState) -> Stepped:
+    """Advantages are 0 at tokens that do not count."""
+    return credit._replace(advantages=credit.advantages * credit.response_mask), run
+
+
+# ---- their unit, and what is left of them ----
+
+
+def whiten_advantages(
+    samples: Samples, credit: Credit, run: RunState, *, all_sum: Reduction
+) -> Stepped:
+    """Advantages with zero mean and unit variance over the policy's tokens."""
+    advantages, unit = ppo_math.whiten(credit.advantages, credit.policy_mask, all_sum)
+    return credit._replace(advantages=advantages, unit=credit.unit * unit), run
+
+
+def divide_by_unit_of_returns(samples: Samples, credit: Credit, run: RunState) -> Stepped:
+    """Advantages in units of the deviation of returns."""
+    if run.returns.varies:
+        run = run._replace(largest_unit=max(run.largest_unit, run.returns.unit))
+    result = in_units(Advantages(credit.advantages), run.returns, run.largest_unit)
+    return credit._replace(advantages=result.advantages, unit=credit.unit * result.unit), run
+
+
+def keep_high_entropies(
+    samples: Samples, credit: Credit, run: RunState, *, quantile: float, accelerator: Accelerator
+) -> Stepped:
+    """Only the share of a rollout's tokens with the highest entropy has advantages.
+
+    Source: https://huggingface.co/papers/2506.01939
+    """
+    entropies = samples.tokens.entropies
+    own = entropies[credit.policy_mask]
+    padded = accelerator.pad_across_processes(own, pad_index=-torch.inf)
+    ordered = accelerator.gather(padded).sort(descending=True).values
+    last = int(quantile * (int(ordered.isfinite().sum()) - 1))
+    kept = entropies >= ordered[last] if len(ordered) else credit.policy_mask
+    return credit._replace(advantages=credit.advantages * kept), run
+
+
+def measure_unit_of_entropy(
+    samples: Samples, credit: Credit, run: RunState, *, all_sum: Reduction
+) -> Stepped:
+    """The entropy bonus is in the unit of the advantages."""
+    unit = ppo_math.root_mean_square(credit.advantages, credit.policy_mask, all_sum)
+    return credit._replace(entropy_unit=unit), run
+
+
+# ---- parts of the critic's step ----
+
+
+def first_fit(
+    roles: Roles,
+    samples: Samples,
+    credit: Credit,
+    ordinary: Tensor,
+    gamma: float | Tensor,
+    run: RunState,
+) -> Tensor:
+    """Outputs that a new critic gains from a fit to its first rollout, `[batch, response]`."""
+    critic = cast(SideCritic, roles.actor_critic.value_head)
+    states = cast(list, samples.states)
+    # the forwards recorded micro-batches in their own order
+    order = torch.cat(micro_batches(roles.args, samples.sequences)).to(credit.rewards.device)
+    fitted = fit_new(
+        critic,
+        states,
+        credit.rewards[order],
+        credit.steps[order],
+        samples.sequences.completion_mask[order],
+        gamma=(gamma * torch.ones_like(credit.rewards))[order],
+        seen=run.returns,
+        enters=(credit.steps & ordinary[:, None])[order],
+        all_sum=roles.all_sum,
+    )
+    return fitted[order.argsort()]
+
+
+def fit_new(
+    critic: SideCritic,
+    recorded: list[Tensor],
+    rewards: Tensor,
+    steps: Tensor,
+    mask: Tensor,
+    gamma: float | Tensor = 1.0,
+    seen: Moments = Moments(),
+    enters: Tensor | None = None,  # steps that the fit and its units are made of; all by default
+    all_sum: Reduction = torch.clone,
+) -> Tensor:
+    """Fit a new critic to the Monte Carlo returns of its first rollout; return what that adds to
+    its outputs.
+
+    Returns of earlier rollouts, if any, were all equal.
+    """
+    outcomes = ppo_math.gae(rewards, torch.zeros_like(rewards), steps, gamma, 1.0)[1]
+    enters = steps if enters is None else enters
+    targets = critic.units(seen.add(outcomes, enters, all_sum, MEMORY)).targets(outcomes)
+    fitted = critic.begin(recorded, targets[mask], enters[mask], enters.any(1).sum(), all_sum)
+    return torch.zeros_like(rewards).masked_scatter(mask, fitted).where(steps, 0)
+
+
+def outlying(totals: Tensor, usable: Tensor, groups: Groups) -> Tensor:
+    """True at the completion whose score is far beyond those of all others of a rollout,
+    `[batch]`."""
+    outlier = ppo_math.outlier(groups.gather(totals), groups.gather(usable))
+    if outlier.any():
+        logger.warning_once(
+            "A score is more than %g times as far from the others as these are from each other in "
+            "total; it does not enter the units of advantages and values. Further ones are "
+            "counted by `outlying_completions`.",
+            ppo_math.OUTLYING,
+        )
+    return groups.own(outlier, totals)
+
+
+def discounts_of(
+    roles: Roles,
+    samples: Samples,
+    ordinary: Tensor,
+    run: RunState,
+    metrics: Metrics,
+) -> tuple[Discounts, RunState, Tensor]:
+    """γ and λ, the state with what the scores tell, and the places where scores enter, `[batch,
+    response]`.
+
+    If both levels count, γ and λ of turns are at their ends.
+    """
+    args = roles.args
+    options = roles.args.critic_options
+    level = roles.args.advantage_level
+    turns = samples.sequences.turns
+    scores, places = enter_at(samples.scored.tokens, samples.scored.places, turns)
+    information = run.information
+    for rows in rows_of_environments(roles, samples):  # what is usual differs between them
+        information = information.add(scores, places, ordinary & rows, roles.all_sum)
+    over_token, over_turn = default_lambda(information, places, turns, roles.all_sum)
+
+    lam: float | Tensor | None = args.lam
+    within: float | Tensor = 1.0
+    if options.lam_length_alpha is not None:
+        counted = turns.bool() & samples.scored.usable[:, None]
+        if level == "turn":
+            counted = counted & ppo_math.turn_starts(turns)[0]
+        lam = ppo_math.length_adaptive_lambda(counted, options.lam_length_alpha)
+    elif lam is None:
+        if level == "token":
+            lam = over_token
+        else:
+            lam = over_turn
+        within = over_token
+    metrics.mean("lam", lam, samples.scored.usable if isinstance(lam, Tensor) else None)
+
+    if not isinstance(lam, Tensor) and lam != 1.0:  # as a tensor each level rounds alike
+        lam = scores.new_full((len(turns),), lam)
+    discounts = Discounts(args.gamma, lam, options.lam)
+    if level == "both":
+        discounts = Discounts(
+            ppo_math.at_turn_ends(args.gamma, turns),
+            ppo_math.at_turn_ends(lam, turns, within) if isinstance(lam, Tensor) else lam,
+            ppo_math.at_turn_ends(options.lam, turns),
+        )
+    return discounts, run._replace(information=information), places
+
+
+def cuts_of(roles: Roles, samples: Samples, run: RunState) -> Cuts | None:
+    """Completions that a limit cut where the critic stands for the rest; `None` if no rank has
+    any."""
+    outputs = outputs_after(roles, samples, run)
+    if outputs is None:
+        return None
+    is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
+    return Cuts(is_cut.to(outputs.device, non_blocking=True), outputs)
+
+
+def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | None:
+    """Outputs of the critic for the states after completions that a limit cut, `[batch]`; `None`
+    if there are none."""
+    actor_critic = roles.actor_critic
+    device = roles.accelerator.device
+    episodes = samples.batch.episodes
+    sequences = samples.sequences
+    rows = [row for row, episode in enumerate(episodes) if episode.bootstraps]
+    if not gather_object(rows):  # on any rank
+        return None
+    rows = rows or [0]
+    # the value of a state is at the token that follows it: one that nothing else reads
+    pad_token_id = roles.tokenizer.pad_token_id
+    index = torch.tensor(rows)
+    own = sequences.rows(index)
+    on_device = index.to(device)
+    completions = [
+        episodes[row].completion_ids + episodes[row].following + [pad_token_id] for row in rows
+    ]
+    last = [[0] * (len(ids) - 1) + [1] for ids in completions]
+    prompts = [episodes[row].prompt_ids for row in rows]
+    ends = Sequences.from_token_ids(prompts, completions, pad_token_id, device, sampled=last)
+    ends = replace(
+        ends,
+        critic_prompt_ids=own.critic_prompt_ids,
+        critic_prompt_lengths=own.critic_prompt_lengths,
+    )
+    if isinstance(actor_critic.value_head, SideCritic):
+        padding = 0, ends.completion_ids.shape[1] - sequences.completion_ids.shape[1]
+        scores = samples.scored.tokens[on_device]
+        mask = sequences.completion_mask[on_device]
+        scores, mask = (nn.functional.pad(x, padding) for x in (scores, mask))
+        ends = with_rewards_so_far(ends, scores, mask | ends.completion_mask, run)
+    with unsharded(actor_critic):  # ranks have other numbers of rows
+        outputs = score_tokens(roles, ends, with_reference=False).values.sum(1)
+    return outputs.new_zeros(len(sequences)).index_put((on_device,), outputs)
