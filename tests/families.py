@@ -240,7 +240,7 @@ def row(family: str, folder: str) -> str:
     model = build(family)
     args = PPOConfig(folder, use_cpu=True, bf16=False, report_to="none")
     actor_critic = load_actor_critic(model, args)
-    actor_critic.check_logits()
+    actor_critic.prepare_forwards()
     answers = {
         "packed rows": actor_critic.why_not_packed is None,
         "cache": why_not_reused(actor_critic, GenerationConfig(use_cache=True)) is None,

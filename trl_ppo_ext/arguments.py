@@ -48,7 +48,7 @@ def check_unknown_arguments(unknown: dict[str, Any]) -> None:
         raise TypeError(f"PPOTrainer has no argument `{name}`{hint}.")
 
 
-def check_trainer_arguments(
+def settle_trainer_arguments(
     model: Any,
     reward_funcs: list,
     monitor_funcs: list,

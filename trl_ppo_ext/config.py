@@ -501,7 +501,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         if getattr(self, "activation_checkpointing", True) is None:
             self.activation_checkpointing = self.gradient_checkpointing
         # 2. Rules, before the base class creates directories
-        self.check_values()
+        self.resolve_values()
         # 3. Parsing of JSON, devices, world size
         super().__post_init__()
         # 4. Rules that need them
@@ -643,7 +643,7 @@ class PPOConfig(TRLFields, TrainingArguments):
                 "`kl_placement='loss'`."
             )
 
-    def check_values(self) -> None:
+    def resolve_values(self) -> None:
         """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""
         # 1. Each value
         check_limits(self)

@@ -37,9 +37,9 @@ from . import distributed
 from .arguments import (
     as_list,
     check_callbacks,
-    check_trainer_arguments,
     check_unknown_arguments,
     read_prompts,
+    settle_trainer_arguments,
     tokenizer_name,
     warn_of_turns_that_go_on,
 )
@@ -49,7 +49,7 @@ from .concurrency import FAILURES
 from .config import PPOConfig
 from .data import PROMPT_IDS, RolloutSampler, Rows, StreamedRows, weighted_rows
 from .episodes import Environments, build_player, record
-from .modeling.loading import check_optimizers, load_actor_critic
+from .modeling.loading import add_critic_to_optimizer, load_actor_critic
 from .ppo.credit import build_credit
 from .ppo.guards import SamplerComparison, count_skipped
 from .ppo.metrics import Metrics, check_best_metric
@@ -198,7 +198,7 @@ class PPOTrainer(Trainer):
         reward_tokenizers = as_list(reward_processing_classes)
         environments = Environments(tools, environment_factory, rollout_func)
         optimizer, scheduler = optimizers
-        check_trainer_arguments(
+        settle_trainer_arguments(
             model=model,
             reward_funcs=reward_list,
             monitor_funcs=monitor_list,
@@ -254,7 +254,7 @@ class PPOTrainer(Trainer):
                 reward_list, reward_tokenizers, actor_critic, tokenizer, args, of_rewards
             )
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args, of_monitors)
-        check_optimizers(optimizer, scheduler, actor_critic)
+        add_critic_to_optimizer(optimizer, scheduler, actor_critic)
         has_reward_model = any(isinstance(x, SequenceScorer | ProcessScorer) for x in rewards)
         if has_reward_model and not args.uses_reference and args.process_index == 0:
             logger.warning(
@@ -749,7 +749,7 @@ class PPOTrainer(Trainer):
                 resumed_from = checkpoint
             else:
                 resumed_from = None
-            resume.check_directory(
+            resume.prepare_directory(
                 output_dir, is_writer, source is False or self._begun, resumed_from
             )
             if not in_place:  # answers to the episodes of an earlier run

@@ -302,7 +302,7 @@ def test_processes_without_a_group_raise(tmp_path, monkeypatch):
         ValueError, match=r"2 processes were started, but the world size is 1.*`use_cpu=True`"
     ):
         # all that is reached of the trainer
-        arguments.check_trainer_arguments(*[None] * 3, args, *[None] * 7)
+        arguments.settle_trainer_arguments(*[None] * 3, args, *[None] * 7)
 
 
 def test_data_parallel_raises_with_a_remedy(tmp_path, nothing_is_loaded):

@@ -89,8 +89,8 @@ class Counted:
             x.untyped_storage().data_ptr() for x in trainer.actor_critic.parameters()
         }
         self.trainer = trainer
-        trainer.actor_critic.check_logits()  # once per run, on four tokens
-        trainer.actor_critic.check_logits = lambda: None
+        trainer.actor_critic.prepare_forwards()  # once per run, on four tokens
+        trainer.actor_critic.prepare_forwards = lambda: None
         self.rollouts = rollouts_of(trainer)
         self.micro_batches = micro_batches_of(trainer)
         self.count(trainer, monkeypatch)

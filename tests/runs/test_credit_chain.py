@@ -72,9 +72,7 @@ def test_step_from_outside_changes_what_is_learned(tmp_path):
 
 def test_steps_change_nothing_in_place(tmp_path):
     """A step returns the next credit; what it was given stays."""
-    built = trainer(
-        tmp_path, max_steps=1, mask_truncated_completions=True, whiten_rewards=True
-    )
+    built = trainer(tmp_path, max_steps=1, mask_truncated_completions=True, whiten_rewards=True)
     built.credit = [unchanged(step) for step in built.credit]
     built.train()
 

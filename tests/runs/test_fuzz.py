@@ -124,7 +124,7 @@ def refusal(given, capsys):
 
 def check_accepted(args):
     """A config that is valid once more, holds finite numbers, and can be saved in a checkpoint."""
-    args.check_values()
+    args.resolve_values()
     for field in dataclasses.fields(PPOConfig):
         value = getattr(args, field.name, None)
         assert not isinstance(value, float) or math.isfinite(value), field.name

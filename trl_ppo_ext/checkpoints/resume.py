@@ -121,7 +121,7 @@ def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
         lock.release()
 
 
-def check_directory(
+def prepare_directory(
     output_dir: str, is_writer: bool, begin_anew: bool, resumed_from: str | None
 ) -> None:
     """Move aside the checkpoints of an earlier run, or raise [`CheckpointError`] unless
@@ -250,7 +250,7 @@ def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:
     if parts["rollout"]:
         with trainer.accelerator.autocast():
             # the rest of the rollout is packed as its beginning was
-            trainer.actor_critic.check_logits()
+            trainer.actor_critic.prepare_forwards()
         trainer.updates.load_state_dict(parts["rollout"], trainer.state.global_step)
         # its log-probs, values and rewards are those of the settings under which it was collected
         if trainer._change.refused:

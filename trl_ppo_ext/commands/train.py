@@ -12,7 +12,7 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from transformers.hf_argparser import HfArg
 
-from ..arguments import check_trainer_arguments, read_prompts, tokenizer_name
+from ..arguments import read_prompts, settle_trainer_arguments, tokenizer_name
 from ..checkpoints.atomic import checkpoints
 from ..checkpoints.files import CheckpointError, check_links, check_target
 from ..config import PPOConfig
@@ -100,7 +100,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     datasets = {name: arguments.pop(name, None) for name in ("eval_dataset", "train_dataset")}
     environments = Environments(arguments.pop("tools"), arguments.pop("environment_factory"))
     name = arguments["model"]
-    check_trainer_arguments(
+    settle_trainer_arguments(
         **arguments,
         **datasets,
         environments=environments,

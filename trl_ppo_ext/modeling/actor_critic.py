@@ -420,7 +420,7 @@ class ActorCritic(nn.Module):
             return token_logprobs(hidden, head.weight, tokens, scaled, **settings, **kwargs)
 
     @torch.no_grad()
-    def check_logits(self) -> None:
+    def prepare_forwards(self) -> None:
         """Raise an error, at the first rollout, if log-probs would have other logits, or the model
         reads padding.
 

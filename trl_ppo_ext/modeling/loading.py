@@ -416,7 +416,7 @@ def load_actor_critic(
     )
 
 
-def check_optimizers(
+def add_critic_to_optimizer(
     optimizer: torch.optim.Optimizer | None, scheduler: Any, actor_critic: ActorCritic
 ) -> None:
     """Add the critic to a given optimizer; raise an error if it lacks another weight, or is not

@@ -211,7 +211,7 @@ class SamplerComparison:
             )
 
     @torch.no_grad()
-    def check_version(
+    def compare_with_last_adapter(
         self,
         actor_critic: ActorCritic,
         sequences: Sequences,

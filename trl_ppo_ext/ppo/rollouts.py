@@ -232,7 +232,7 @@ def sample(
     rank = accelerator.process_index
     all_sum = roles.all_sum
     with accelerator.autocast():
-        roles.actor_critic.check_logits()
+        roles.actor_critic.prepare_forwards()
     if rank == 0 and roles.actor_critic.why_not_packed is not None:
         reason = roles.actor_critic.why_not_packed
         logger.warning_once(
@@ -316,7 +316,7 @@ def sample(
             weights = roles.sampler.weights(tokens, logprobs, compared, metrics, is_ahead)
         if roles.sampler is not None and training:
             with accelerator.autocast():
-                roles.sampler.check_version(
+                roles.sampler.compare_with_last_adapter(
                     roles.actor_critic, sequences, tokens, logprobs, compared, is_ahead
                 )
     log_completions(metrics, tokens, completion_mask, stopped, valid)

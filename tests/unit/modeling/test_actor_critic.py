@@ -68,7 +68,7 @@ def test_logprobs_are_those_of_the_plain_model_without_padding(tmp_path, make):
 @pytest.mark.parametrize("family", LOGIT_MAPS)
 def test_capped_and_scaled_logits_score_as_the_plain_forward(tmp_path, family):
     built = actor_critic(tmp_path, with_mapped_logits(family))
-    built.check_logits()
+    built.prepare_forwards()
     outputs = built(sequences(), temperature=0.7, with_entropy=True, with_kl=True)
     along = torch.randn(3, 3, 5)
     parts = []
@@ -212,7 +212,7 @@ def with_turns():
 
 
 def assert_packed_like_padded(built, batch):
-    built.check_logits()
+    built.prepare_forwards()
     assert built.why_not_packed is None
     packed = gradients(built, batch)
     expected = built(batch)
@@ -247,7 +247,7 @@ def test_packed_rows_have_the_gradients_of_padded_ones_with_any_critic(tmp_path,
 @pytest.mark.parametrize("kind", NOT_PACKING)
 def test_models_that_would_mix_packed_rows_get_them_padded(tmp_path, kind):
     built = actor_critic(tmp_path, NOT_PACKING[kind](), peft_config=all_linear())
-    built.check_logits()
+    built.prepare_forwards()
     assert re.search(REASONS[kind], built.why_not_packed)
     outputs = built(sequences()).logprobs
     for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):

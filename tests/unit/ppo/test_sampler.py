@@ -176,7 +176,7 @@ def test_adapter_of_the_last_rollout_ends_the_run_and_the_policys_does_not(
             sampled = rounds[-1 - age]
         else:
             sampled = rounds[0]
-        comparison.check_version(
+        comparison.compare_with_last_adapter(
             built, batch, now, sampled, batch.completion_mask, is_ahead and len(rounds) > 1
         )
 
@@ -200,7 +200,7 @@ def test_old_adapter_must_fit_better_over_many_tokens_and_may_be_accepted(tmp_pa
     batch = Sequences.from_token_ids(*ids, 0, "cpu")
     mask = batch.completion_mask
     before = built(batch, with_entropy=True).map(torch.Tensor.detach)
-    comparison.check_version(built, batch, before, before.logprobs, mask)
+    comparison.compare_with_last_adapter(built, batch, before, before.logprobs, mask)
     first = comparison.policies
     for x in built.policy_parameters().values():
         x.data += 0.1 * torch.randn_like(x)
@@ -209,14 +209,14 @@ def test_old_adapter_must_fit_better_over_many_tokens_and_may_be_accepted(tmp_pa
     # the sampler is far off at one token, by chance in the direction of the old adapter
     change = (before.logprobs - now.logprobs).masked_fill(~mask, 0)
     sampled.flatten()[change.abs().argmax()] += 1000 * change.flatten()[change.abs().argmax()]
-    comparison.check_version(built, batch, now, sampled, mask)
+    comparison.compare_with_last_adapter(built, batch, now, sampled, mask)
     comparison.policies = first
     with (
         pytest.raises(SamplerError, match="fit the adapter of the rollout before")
         if ends
         else nullcontext()
     ):
-        comparison.check_version(built, batch, now, before.logprobs, mask)
+        comparison.compare_with_last_adapter(built, batch, now, before.logprobs, mask)
 
 
 @pytest.mark.parametrize("limit", [{}, {"vllm_max_logp_difference": 0.05}])
@@ -229,7 +229,7 @@ def test_rollout_sampled_ahead_is_compared_with_the_policy_before_its_updates(tm
     )
     mask = batch.completion_mask
     before = built(batch, with_entropy=True).map(torch.Tensor.detach)
-    comparison.check_version(built, batch, before, before.logprobs, mask)
+    comparison.compare_with_last_adapter(built, batch, before, before.logprobs, mask)
     for x in built.policy_parameters().values():
         x.data += 0.3 * torch.randn_like(x)
     now = built(batch, with_entropy=True).map(torch.Tensor.detach)
@@ -238,10 +238,12 @@ def test_rollout_sampled_ahead_is_compared_with_the_policy_before_its_updates(tm
     ratio = comparison.weights(now, before.logprobs, mask, Metrics(), is_ahead=True)
     assert (ratio[mask] != 1).all()  # the correction is on
     saved = list(comparison.policies)
-    comparison.check_version(built, batch, now, before.logprobs, mask, is_ahead=True)
+    comparison.compare_with_last_adapter(built, batch, now, before.logprobs, mask, is_ahead=True)
     comparison.policies = saved
     with pytest.raises(SamplerError, match="nats per token in this rollout"):
-        comparison.check_version(built, batch, now, before.logprobs - 0.1, mask, is_ahead=True)
+        comparison.compare_with_last_adapter(
+            built, batch, now, before.logprobs - 0.1, mask, is_ahead=True
+        )
 
 
 def test_weights_multiply_the_advantages_of_a_rollout(tmp_path, monkeypatch):
