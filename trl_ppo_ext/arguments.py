@@ -240,10 +240,9 @@ def load_tokenizer(
     ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config, stops), args.pad_token)
     pad = tokenizer.pad_token_id
     if pad >= vocab_size:
-        remedy = f"set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}"
         raise ValueError(
             f"{tokenizer.pad_token!r} has the id {pad}, but the model has {vocab_size} tokens; "
-            f"{remedy}."
+            f"set `pad_token` to one of them, e.g. {tokenizer.eos_token!r}."
         )
     return tokenizer, *context_of(text_config), vocab_size
 

@@ -619,13 +619,10 @@ class PPOConfig(TRLFields, TrainingArguments):
                     "from all."
                 )
             if self.reward_kl or self.reference_prompt or normalizes_each:
-                also = (
-                    "a KL in the reward, `reference_prompt` and `multi_objective_aggregation` add "
-                    "differences"
-                )
                 raise ValueError(
-                    f"`drop_equal_groups=True` compares sums of scores, but {also}; remove one of "
-                    "them."
+                    "`drop_equal_groups=True` compares sums of scores, but a KL in the reward, "
+                    "`reference_prompt` and `multi_objective_aggregation` add differences; remove "
+                    "one of them."
                 )
         if normalizes_each and self.critic != "none":
             logger.warning(
@@ -817,8 +814,10 @@ class PPOConfig(TRLFields, TrainingArguments):
                 f"{', '.join(changed)} changes the distribution that vLLM samples from, not the "
                 "policy's"
             )
-            remedy = "remove it, or set `vllm_importance_sampling_correction=False`"
-            raise ValueError(f"{given}, so their ratio would be biased; {remedy}.")
+            raise ValueError(
+                f"{given}, so their ratio would be biased; remove it, or set "
+                "`vllm_importance_sampling_correction=False`."
+            )
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

@@ -235,9 +235,9 @@ def encode(
             text = ""
     except Exception as error:  # a template raises anything, e.g. if roles do not alternate
         if not parts:
-            cause = f"{type(error).__name__} ({shortened(error)})"
             raise PromptError(
-                f"The chat template fails with {cause} for {described(prompt)}."
+                f"The chat template fails with {type(error).__name__} ({shortened(error)}) for "
+                f"{described(prompt)}."
             ) from error
         text = str(parts)
     if any(str(part) in text for part in parts):  # the template reads text
@@ -276,9 +276,9 @@ def prompt_limit(
     """Tokens of the longest prompt that fits."""
     limit = sys.maxsize if context_length is None else context_length - max_completion_length
     if limit < 1:
-        context = f"the model's context of {context_length} tokens{reason}"
         raise PromptError(
-            f"{max_completion_length=} leaves no room for a prompt in {context}; lower it."
+            f"{max_completion_length=} leaves no room for a prompt in the model's context of "
+            f"{context_length} tokens{reason}; lower it."
         )
     return min(limit, max_prompt_length or limit)
 
@@ -302,8 +302,10 @@ def _check_columns(dataset: Any, name: str, others: Mapping[str, str]) -> None:
             '`dataset.rename_column("question", "prompt")` or a `map_function` of `trl-ppo` makes '
             "one"
         )
-        needed = 'needs a column "prompt" (text, or a list of chat messages)'
-        raise PromptError(f"`{name}` {needed}, got {sorted(columns)}; {remedy}.")
+        raise PromptError(
+            f'`{name}` needs a column "prompt" (text, or a list of chat messages), got '
+            f"{sorted(columns)}; {remedy}."
+        )
     for role, column in others.items():
         if column not in columns:
             if role == "critic":
@@ -314,8 +316,10 @@ def _check_columns(dataset: Any, name: str, others: Mapping[str, str]) -> None:
                 f"`{name}` needs the column {column!r} of `{setting}`, got {sorted(columns)}."
             )
     for column in set(REWARD_ARGUMENTS) & set(columns):
-        wrong = f"has a column {column!r}, but reward functions have an argument of that name"
-        raise PromptError(f"`{name}` {wrong}; rename it (`dataset.rename_column`), or drop it.")
+        raise PromptError(
+            f"`{name}` has a column {column!r}, but reward functions have an argument of that "
+            "name; rename it (`dataset.rename_column`), or drop it."
+        )
     for column in {"image", "images"} & set(columns):
         remedy = f"drop it (`dataset.remove_columns({column!r})`) to train on the text"
         raise PromptError(
@@ -425,9 +429,9 @@ def tokenize_prompts(
         if is_stream:
             _warn_of_delimiters(prompt, name, tokenizer, chat_template_kwargs)
         if vocab_size is not None and max(ids) >= vocab_size:
-            token = f"the token {tokenizer.convert_ids_to_tokens(max(ids))!r} with id {max(ids)}"
             raise PromptError(
-                f"The prompt has {token}, but the model has {vocab_size} tokens; use its tokenizer."
+                f"The prompt has the token {tokenizer.convert_ids_to_tokens(max(ids))!r} with id "
+                f"{max(ids)}, but the model has {vocab_size} tokens; use its tokenizer."
             )
         kinds.add(type(prompt))
         if len(kinds) > 1:  # completions are all text or all messages
@@ -435,8 +439,10 @@ def tokenize_prompts(
                 f"Prompts must be all text or all chat messages, got {described(prompt)}."
             )
         if len(ids) > limit and overlong == "error":
-            remedy = "Set `overlong_prompts='truncate'`, or drop it (`dataset.filter`)."
-            raise PromptError(f"The prompt has {len(ids)} tokens, but {room}. {remedy}")
+            raise PromptError(
+                f"The prompt has {len(ids)} tokens, but {room}. Set `overlong_prompts='truncate'`, "
+                "or drop it (`dataset.filter`)."
+            )
         encoded = {PROMPT_IDS: ids[-limit:] if overlong == "truncate" else ids}
         for role, column in others.items():
             try:
@@ -446,9 +452,9 @@ def tokenize_prompts(
                     f"The {role}'s prompt, in the column {column!r}: {error}"
                 ) from error
             if len(ids) > room_for_others:
-                given = f"The {role}'s prompt has {len(ids)} tokens"
                 raise PromptError(
-                    f"{given}, but its context{reason} has room for {room_for_others}; shorten it."
+                    f"The {role}'s prompt has {len(ids)} tokens, but its context{reason} has room "
+                    f"for {room_for_others}; shorten it."
                 )
             encoded[OTHER_PROMPT_IDS[role]] = ids
         return encoded

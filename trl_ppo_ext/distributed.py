@@ -203,8 +203,10 @@ def check_deepspeed(args: PPOConfig) -> None:
             "`critic_learning_rate` needs the trainer's optimizer; remove DeepSpeed's `optimizer`."
         )
     if plugin.zero_stage == 0 or config.get("bf16", {}).get("check_grad_overflow") is False:
-        remedy = "set ZeRO's `stage` to 1, 2 or 3 and remove `check_grad_overflow`, or use DDP"
-        raise ValueError(f"DeepSpeed would apply NaN or inf gradients; {remedy}.")
+        raise ValueError(
+            "DeepSpeed would apply NaN or inf gradients; set ZeRO's `stage` to 1, 2 or 3 and "
+            "remove `check_grad_overflow`, or use DDP."
+        )
     if "scheduler" in config:
         raise ValueError(
             "DeepSpeed's `scheduler` does not advance at skipped steps; set `lr_scheduler_type` "
@@ -283,8 +285,10 @@ def enable_fsdp_on_cpu(trainer: Any) -> None:
     if trainer.is_fsdp_enabled or not uses_fsdp(args):
         return
     if state.distributed_type != DistributedType.MULTI_CPU:
-        remedy = "start them with `accelerate launch --num_processes N`, or disable FSDP"
-        raise ValueError(f"FSDP needs several processes to shard over, got one; {remedy}.")
+        raise ValueError(
+            "FSDP needs several processes to shard over, got one; start them with `accelerate "
+            "launch --num_processes N`, or disable FSDP."
+        )
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = _fsdp_plugin(args.fsdp_plugin_args)
     trainer.is_fsdp_enabled = True
@@ -304,8 +308,10 @@ def shard(model: nn.Module, base: Any, accelerator: Accelerator) -> None:
         if type(module).__name__ in (base._no_split_modules or ())
     ]
     if not layers:
-        needed = "must name its layers (`_no_split_modules`) to be sharded by FSDP"
-        raise ValueError(f"{type(base).__name__} {needed}; use DeepSpeed's ZeRO-3, or DDP.")
+        raise ValueError(
+            f"{type(base).__name__} must name its layers (`_no_split_modules`) to be sharded by "
+            "FSDP; use DeepSpeed's ZeRO-3, or DDP."
+        )
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for module in layers[::-1] + [model]:  # nested modules first

@@ -414,13 +414,10 @@ def model_sizes(model: PreTrainedModel, width: int, quantization: str | None = N
     for layer in layers or [nn.Module()]:
         names = {name.split(".")[-2] for name, _ in layer.named_parameters()} - {"q_norm", "k_norm"}
         if names != LAYER:
-            needed = (
-                f"its `layers` must have {', '.join(sorted(LAYER))}, got "
-                f"{', '.join(sorted(names)) or 'none'}"
-            )
             raise ValueError(
-                f"{type(model).__name__} cannot be estimated: {needed}; measure a few steps "
-                "instead."
+                f"{type(model).__name__} cannot be estimated: its `layers` must have "
+                f"{', '.join(sorted(LAYER))}, got {', '.join(sorted(names)) or 'none'}; measure a "
+                "few steps instead."
             )
     linear = sum(
         x.weight.numel() for layer in layers for x in layer.modules() if isinstance(x, nn.Linear)

@@ -710,10 +710,10 @@ class PPOTrainer(Trainer):
         which a note of the exception names.
         """
         if self.train_dataset is None:
-            needed = (
-                "pass it to PPOTrainer, or set `max_steps` if an environment writes the prompts"
+            raise ValueError(
+                "`train_dataset` must be a dataset to train on, got None; pass it to PPOTrainer, "
+                "or set `max_steps` if an environment writes the prompts."
             )
-            raise ValueError(f"`train_dataset` must be a dataset to train on, got None; {needed}.")
         self._resumed = None
         self.preempted = False
         checkpoint = None

@@ -77,8 +77,10 @@ def _scale_rewards(config: Any, value: Any) -> Settings:
 def _num_mini_batches(config: Any, steps: int) -> Settings:
     accumulation = config.gradient_accumulation_steps
     if steps < 1 or accumulation < 1 or max(steps, accumulation) % min(steps, accumulation):
-        needed = f"a multiple or a divisor of `gradient_accumulation_steps` ({accumulation})"
-        raise ValueError(f"`steps_per_generation` must be {needed}, got {steps}.")
+        raise ValueError(
+            "`steps_per_generation` must be a multiple or a divisor of "
+            f"`gradient_accumulation_steps` ({accumulation}), got {steps}."
+        )
     if steps < accumulation:  # several rollouts of one policy are one, sampled in parts
         return {
             "num_mini_batches": 1,

@@ -117,12 +117,14 @@ def latest_valid_checkpoint(output_dir: str | os.PathLike) -> Path:
         if damage is None:
             return path
         logger.warning("%s Falling back to an older checkpoint.", damage)
-    remedy = "restore one, name another, or call `train()` without `resume_from_checkpoint`"
     if candidates:
         damaged = f" ({len(candidates)} are damaged)"
     else:
         damaged = ""
-    raise CheckpointError(f"`{output_dir}` has no checkpoint to resume from{damaged}; {remedy}.")
+    raise CheckpointError(
+        f"`{output_dir}` has no checkpoint to resume from{damaged}; restore one, name another, or "
+        "call `train()` without `resume_from_checkpoint`."
+    )
 
 
 def rotate(latest: Path, limit: int | None, best: str | None, validity: dict[Path, bool]) -> None:

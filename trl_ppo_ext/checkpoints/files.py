@@ -50,11 +50,10 @@ class CheckpointError(ValueError):
 def check_target(directory: str, base: str) -> None:
     """Raise a `ValueError` if an adapter would be saved into the base's own directory."""
     if os.path.isdir(base) and os.path.isdir(directory) and os.path.samefile(directory, base):
-        needed = (
-            "must not be the base model's own directory, which could not be loaded with an "
-            "adapter in it"
+        raise ValueError(
+            "`output_dir` must not be the base model's own directory, which could not be loaded "
+            f"with an adapter in it, got `{directory}`; use another one."
         )
-        raise ValueError(f"`output_dir` {needed}, got `{directory}`; use another one.")
 
 
 def check_links(output_dir: str) -> None:
@@ -133,8 +132,10 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
         saved_kind = kind_of_critic(load_file(head_file), has_adapter)
         missing = ""
     if saved_kind != kind:
-        needed = f"must be {saved_kind!r} to resume from `{directory}`{missing}"
-        raise CheckpointError(f"`critic` {needed}, got {kind!r}; set `critic={saved_kind!r}`.")
+        raise CheckpointError(
+            f"`critic` must be {saved_kind!r} to resume from `{directory}`{missing}, got {kind!r}; "
+            f"set `critic={saved_kind!r}`."
+        )
     loads: dict[str, Callable] = {} if head is None else {VALUE_HEAD: head.load_saved}
     for name, folder in (
         (actor_critic.policy_adapter, ""),
@@ -148,8 +149,10 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
         try:
             load(load_file(os.path.join(directory, file)))
         except ValueError as error:
-            remedy = "It belongs to another base model or another `peft_config`."
-            raise CheckpointError(f"{file} does not fit the model: {error} {remedy}") from None
+            raise CheckpointError(
+                f"{file} does not fit the model: {error} It belongs to another base model or "
+                "another `peft_config`."
+            ) from None
 
 
 # ---- state, settings and inputs ----

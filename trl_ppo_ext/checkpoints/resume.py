@@ -102,13 +102,15 @@ def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
             os.makedirs(output_dir, exist_ok=True)
             lock.acquire(timeout=0)
         except Timeout:
-            remedy = "set another `output_dir`, or end that run"
-            raise CheckpointError(f"Another run is training in `{output_dir}`; {remedy}.") from None
+            raise CheckpointError(
+                f"Another run is training in `{output_dir}`; set another `output_dir`, or end that "
+                "run."
+            ) from None
         except (OSError, NotImplementedError) as error:
             if not os.access(output_dir, os.W_OK):
-                needed = "must be a writable directory"
                 raise CheckpointError(
-                    f"`output_dir` {needed}, got `{output_dir}` ({error}); use another."
+                    f"`output_dir` must be a writable directory, got `{output_dir}` ({error}); use "
+                    "another."
                 ) from None
             logger.warning(
                 "`%s` cannot be locked (%s); start no other run in it.", output_dir, error
@@ -188,8 +190,10 @@ def find_checkpoint(
         needed = files_of_progress(trainer)
         missing = [name for name in needed if not os.path.isfile(os.path.join(directory, name))]
         if missing:
-            wrong = f"has no {', '.join(missing)}, without which the run would not continue"
-            raise CheckpointError(f"`{directory}` {wrong}; resume from another checkpoint.")
+            raise CheckpointError(
+                f"`{directory}` has no {', '.join(missing)}, without which the run would not "
+                "continue; resume from another checkpoint."
+            )
 
     def read() -> dict[str, Tensor]:
         saved = load_state(directory)["settings"]

@@ -139,8 +139,10 @@ class PPOModelConfig(trl.ModelConfig):
             if self.adapter_name_or_path is not None and name.startswith(
                 ("lora_", "use_rslora", "use_dora")
             ):
-                cause = "configures a new adapter, but `adapter_name_or_path` loads one"
-                raise ValueError(f"{given} {cause}; remove one of the two.")
+                raise ValueError(
+                    f"{given} configures a new adapter, but `adapter_name_or_path` loads one; "
+                    "remove one of the two."
+                )
             if name.startswith(("bnb_4bit", "use_bnb")) and not self.load_in_4bit:
                 raise ValueError(
                     f"{given} only applies to 4 bits; set `load_in_4bit` too, or omit it."
@@ -278,10 +280,9 @@ def _read_config(path: str) -> dict[str, Any]:
         )
     for name in variables:
         if re.fullmatch(r"(?i)(http|https|all)_proxy", str(name)):
-            remedy = "export it in the shell, if the proxy may read keys and prompts"
             raise ValueError(
                 f"`env` of a config file must not set `{name}`, through which keys could pass; "
-                f"{remedy}."
+                f"export it in the shell, if the proxy may read keys and prompts."
             )
     if variables and os.environ.get("RANK", "0") == "0":
         listed = shortened(", ".join(map(str, variables)))
@@ -324,20 +325,19 @@ def _import(name: str, argument: str, directory: str | None) -> Any:
     except ModuleNotFoundError as error:
         if not f"{module_name or name}.".startswith(f"{error.name}."):
             raise  # the module exists, and fails to import another one
-        problem = (
-            f"`{argument}` must be a dotted path, got {name!r}, but no module {error.name!r} is on "
-            "sys.path"
-        )
         raise ValueError(
-            f"{problem}; name a module and a function in it, or set PYTHONPATH."
+            f"`{argument}` must be a dotted path, got {name!r}, but no module {error.name!r} is on "
+            "sys.path; name a module and a function in it, or set PYTHONPATH."
         ) from None
     finally:
         sys.path[:] = [place for place in sys.path if place not in places]
     value = getattr(module, attribute, None)
     if not (callable(value) or hasattr(value, "score")):
         kind = "missing" if value is None else f"of the type {type(value).__name__}"
-        remedy = "name a function or, for rewards, an object with `name` and `score`."
-        raise ValueError(f"`{argument}`: {name!r} is {kind} in {module.__file__}; {remedy}")
+        raise ValueError(
+            f"`{argument}`: {name!r} is {kind} in {module.__file__}; name a function or, for "
+            "rewards, an object with `name` and `score`."
+        )
     return value
 
 
@@ -406,8 +406,10 @@ def model_arguments(
     }
     for key, value in settings.items():
         if value is not None and options.setdefault(key, value) != value:
-            given = f"`{key}` is {value!r}, and {options[key]!r} in `model_init_kwargs`"
-            raise ValueError(f"{given}; omit one of the two.")
+            raise ValueError(
+                f"`{key}` is {value!r}, and {options[key]!r} in `model_init_kwargs`; omit one of "
+                "the two."
+            )
     args.model_init_kwargs = options or None
     load_config("model_name_or_path", name, hub_kwargs(args))  # for its error
     # the compute dtype of a quantized base is the run's, unless a dtype is named

@@ -105,10 +105,10 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     _, returns = ppo_math.gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
     counts = mask.any(1)
     if counts.sum() < FOLDS:
-        cause = (
-            f"Only {int(counts.sum())} of {rows} completions have a score and tokens to learn from"
+        raise ValueError(
+            f"Only {int(counts.sum())} of {rows} completions have a score and tokens to learn "
+            "from; check the rewards and `mask_truncated_completions`."
         )
-        raise ValueError(f"{cause}; check the rewards and `mask_truncated_completions`.")
 
     # 2. Predict each return from other completions: their mean, and a regression on the states of
     # other prompts.

@@ -161,8 +161,10 @@ class TextEnvironment:
         """Step with the text of a turn."""
         result = await called(self.instance.step, message["content"])
         if not (isinstance(result, tuple) and len(result) in (3, 5)):
-            needed = "`step` must return (observation, reward, done), or Gymnasium's five values"
-            raise ValueError(f"{needed}, got {shortened(repr(result)[:200])}.")
+            raise ValueError(
+                "`step` must return (observation, reward, done), or Gymnasium's five values, got "
+                f"{shortened(repr(result)[:200])}."
+            )
         observation, reward, done, truncated, *_ = (*result, False)
         ends = _flag(done) | _flag(truncated)
         if not (isinstance(observation, str) or ends):
@@ -206,8 +208,10 @@ class Kind:
             )
         type_ = type(instance.unwrapped if hasattr(type(instance), "unwrapped") else instance)
         if self.type not in (None, type_):
-            got = f"`{type_.__name__}` after `{self.type.__name__}`; use a dictionary of factories"
-            raise TypeError(f"`environment_factory` must return instances of one class, got {got}.")
+            raise TypeError(
+                f"`environment_factory` must return instances of one class, got `{type_.__name__}` "
+                f"after `{self.type.__name__}`; use a dictionary of factories."
+            )
         self.type = type_
         is_plain = (
             hasattr(instance, "step") and "seed" in inspect.signature(instance.reset).parameters
@@ -309,8 +313,10 @@ class Environments:
         if not self:
             return dataset, template_kwargs
         if dataset is None and self.by_name and rows:
-            needed = "a `train_dataset` whose column `environment` names one of them"
-            raise ValueError(f"A dictionary as `environment_factory` requires {needed}, got None.")
+            raise ValueError(
+                "A dictionary as `environment_factory` requires a `train_dataset` whose column "
+                "`environment` names one of them, got None."
+            )
         self.timeout = timeout
         if self.has_instances:
             dataset = with_prompts(dataset, tokenizer, rows)

@@ -395,9 +395,9 @@ class FunctionPlayer(Player):
                     f"{number} has others; use its tokenizer."
                 )
             if end > (limit := self.trainer.args.max_completion_length):
-                got = f"{end} tokens in row {number}; raise it, or sample fewer"
                 raise ValueError(
-                    f"`rollout_func` must keep to `max_completion_length={limit}`, got {got}."
+                    f"`rollout_func` must keep to `max_completion_length={limit}`, got {end} "
+                    f"tokens in row {number}; raise it, or sample fewer."
                 )
 
             # 3. Split them into turns and answers. Other entries are for reward functions.

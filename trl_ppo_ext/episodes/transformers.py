@@ -235,8 +235,10 @@ class TransformersGenerator(Generator):
             else:
                 self.stop_strings = None
         except ValueError as error:
-            cause = f"`stop_strings` are not supported by this tokenizer ({error})"
-            raise ValueError(f"{cause}; use `stop_token_ids`.") from error
+            raise ValueError(
+                f"`stop_strings` are not supported by this tokenizer ({error}); use "
+                "`stop_token_ids`."
+            ) from error
         self.batch_size = args.per_device_generation_batch_size
         self.cache_argument = cache_argument(actor_critic.trunk)
         why_not = why_not_reused(actor_critic, self.config)

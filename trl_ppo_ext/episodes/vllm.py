@@ -369,13 +369,10 @@ class ColocatedEngine:
         longest = max((len(x.prompt_ids) + x.max_tokens for x in requests), default=0)
         # vLLM would cut completions in silence
         if longest > (fits := self.llm.llm_engine.model_config.max_model_len):
-            remedy = (
-                "raise `vllm_gpu_memory_utilization`, or lower `max_completion_length` or "
-                "`max_prompt_length`"
-            )
             raise VLLMError(
                 f"vLLM has memory for {fits} tokens of a prompt and its completion, not {longest}; "
-                f"{remedy}."
+                "raise `vllm_gpu_memory_utilization`, or lower `max_completion_length` or "
+                "`max_prompt_length`."
             )
         # its sampler for CPUs draws a number per token, despite the seeds
         restore = capture_random_state(self.device)

@@ -445,9 +445,9 @@ class ActorCritic(nn.Module):
             rtol = 0.02
         if not torch.allclose(self._logit_scale * projected, logits.float(), rtol=rtol, atol=0):
             if not logits.isfinite().all():  # float16 overflows
-                remedy = "check its weights, or load it in bfloat16"
                 raise ValueError(
-                    f"The logits of {type(base).__name__} must be finite, got NaN or inf; {remedy}."
+                    f"The logits of {type(base).__name__} must be finite, got NaN or inf; check "
+                    "its weights, or load it in bfloat16."
                 )
             wrong = (
                 "changes its logits after the output projection, in a way that log-probs ignore; "
@@ -553,11 +553,10 @@ class ActorCritic(nn.Module):
         if self.critic_adapter is None:
             return kwargs
         if kwargs["use_reentrant"]:
-            needed = (
-                "must be False with a critic adapter, or recompute the critic's layers under the "
-                "policy's adapter"
+            raise ValueError(
+                "`use_reentrant` in `gradient_checkpointing_kwargs` must be False with a critic "
+                "adapter, or recompute the critic's layers under the policy's adapter."
             )
-            raise ValueError(f"`use_reentrant` in `gradient_checkpointing_kwargs` {needed}.")
 
         def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
             active = self.active_adapter

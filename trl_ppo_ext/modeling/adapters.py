@@ -125,9 +125,9 @@ def find_file(path: str, name: str, folder: str = "") -> str | None:
     except RemoteEntryNotFoundError:
         return None
     except (OSError, HFValidationError) as error:
-        needed = "a directory, or a repository on the Hub that can be reached"
         raise ValueError(
-            f"`{path}` must be {needed} ({error}); check the path and the connection."
+            f"`{path}` must be a directory, or a repository on the Hub that can be reached "
+            f"({error}); check the path and the connection."
         ) from None
 
 
@@ -166,10 +166,9 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
     if config is None:
         raise ValueError(f"`{place}` has no {ADAPTER_CONFIG}; it is not a PEFT adapter.")
     if getattr(config, "bias", "none") != "none":
-        wrong = f"has `bias={config.bias!r}`: it would put its biases into the base of all roles"
         raise ValueError(
-            f"The adapter `{place}` {wrong}. Train it with `bias='none'`, or merge it into its "
-            "base."
+            f"The adapter `{place}` has `bias={config.bias!r}`: it would put its biases into the "
+            "base of all roles. Train it with `bias='none'`, or merge it into its base."
         )
     weights_file = find_file(path, ADAPTER_WEIGHTS, folder)
     if weights_file is None:
@@ -190,12 +189,9 @@ def check_same_base(path: str, trained_on: str | None, base: str, remedy: str) -
         os.path.isdir(base) and os.path.realpath(trained_on or "") == os.path.realpath(base)
     )
     if not (base and same):
-        names = (
-            f"{trained_on or 'a base without a name'!r}, the policy's base is "
-            f"{base or 'without a name'!r}"
-        )
         raise ValueError(
-            f"`{path}` was trained on {names}; it works only on its own base. {remedy}"
+            f"`{path}` was trained on {trained_on or 'a base without a name'!r}, the policy's base "
+            f"is {base or 'without a name'!r}; it works only on its own base. {remedy}"
         )
 
 
@@ -242,9 +238,9 @@ def read_critic(
         head = read_weights(head_file)
         kind = kind_of_critic(head, read_adapter_config(path, CRITIC_FOLDER) is not None)
         if kind != critic:
-            kinds = f"a critic of the kind {kind!r}, and `critic` is {critic!r}"
             raise ValueError(
-                f"`critic_init={path!r}` holds {kinds}; set `critic={kind!r}`, or pretrain another."
+                f"`critic_init={path!r}` holds a critic of the kind {kind!r}, and `critic` is "
+                f"{critic!r}; set `critic={kind!r}`, or pretrain another."
             )
         if gamma is not None:
             check_gamma(path, gamma)
@@ -265,9 +261,9 @@ def read_critic(
     # 2. a reward adapter, of whose score head one row becomes the value head
     reward = None if read_adapter_config(path) is None else read_adapter(path)
     if reward is None or "weight" not in reward.head:
-        wrong = f"has neither a {VALUE_HEAD} nor an adapter with a score head"
         raise ValueError(
-            f"`critic_init={path!r}` {wrong}; name a saved critic or a reward adapter."
+            f"`critic_init={path!r}` has neither a {VALUE_HEAD} nor an adapter with a score head; "
+            "name a saved critic or a reward adapter."
         )
     if critic != "adapter":
         raise ValueError(
@@ -279,9 +275,9 @@ def read_critic(
     rows = len(reward.head["weight"])
     row = cast(int, label or 0)
     if (rows > 1 and label is None) or row not in range(rows):
-        given = f"has {rows} labels, and `reward_label` is {label}"
         raise ValueError(
-            f"The score head of `critic_init={path!r}` {given}; pick one of 0 to {rows - 1}."
+            f"The score head of `critic_init={path!r}` has {rows} labels, and `reward_label` is "
+            f"{label}; pick one of 0 to {rows - 1}."
         )
     head = {key: x[row : row + 1].float() for key, x in reward.head.items()}
     return {"bias": torch.zeros(1)} | head, reward
@@ -297,11 +293,10 @@ def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[st
     """Write an adapter as PEFT does, with these weights by parameter name."""
     tensors = adapter_weights(policy, name, weights)
     if not tensors:
-        remedy = (
-            "call `save_model()` before `merge_and_unload()` or `unload()`, or save what they "
-            "return"
+        raise ValueError(
+            "The policy has no adapter any more; call `save_model()` before `merge_and_unload()` "
+            "or `unload()`, or save what they return."
         )
-        raise ValueError(f"The policy has no adapter any more; {remedy}.")
     os.makedirs(output_dir, exist_ok=True)
     config = copy(policy.peft_config[name])
     config.inference_mode = True

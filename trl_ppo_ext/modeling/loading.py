@@ -97,8 +97,10 @@ def check_model_arguments(
         )
     if isinstance(model, str):
         if os.path.isfile(os.path.join(model, ADAPTER_CONFIG)):
-            remedy = "pass its base, and this path as `peft_config` (`adapter_name_or_path`)"
-            raise ValueError(f"`model={model!r}` is a saved adapter; {remedy}.")
+            raise ValueError(
+                f"`model={model!r}` is a saved adapter; pass its base, and this path as "
+                "`peft_config` (`adapter_name_or_path`)."
+            )
     else:
         if quantization_config is not None:
             raise ValueError(
@@ -201,12 +203,9 @@ def load_config(argument: str, name: str, kwargs: dict[str, Any]) -> PreTrainedC
         return AutoConfig.from_pretrained(name, **kwargs)
     except (OSError, HFValidationError) as error:
         cause = shortened(str(error).splitlines()[0], 160)
-        given = (
-            f"got {name!r} ({cause}); check its spelling and the connection, or log in (`hf auth "
-            "login`)"
-        )
         raise ValueError(
-            f"`{argument}` must be a directory or a model on the Hub, {given}."
+            f"`{argument}` must be a directory or a model on the Hub, got {name!r} ({cause}); "
+            "check its spelling and the connection, or log in (`hf auth login`)."
         ) from None
 
 
@@ -266,11 +265,10 @@ def check_loaded(model_id: str, report: Mapping[str, Any], needed: str) -> None:
     random."""
     missing = sorted(map(str, list(report["missing_keys"]) + list(report["mismatched_keys"])))
     if missing:
-        wrong = (
-            f"its files lack {len(missing)} weights, which would be random: "
-            f"{', '.join(missing[:4])}"
+        raise ValueError(
+            f"`{model_id}` must be {needed}, but its files lack {len(missing)} weights, which "
+            f"would be random: {', '.join(missing[:4])}; use another checkpoint."
         )
-        raise ValueError(f"`{model_id}` must be {needed}, but {wrong}; use another checkpoint.")
 
 
 def _prepare_modules(model: nn.Module) -> None:
@@ -340,11 +338,10 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
             "logits; or use a base without tied weights."
         )
     if isinstance(policy.get_output_embeddings(), BaseTunerLayer | AuxiliaryTrainingWrapper):
-        remedy = (
-            "remove `lm_head` from `target_modules` and `modules_to_save`, or "
-            "`trainable_token_indices` of tied ones"
+        raise ValueError(
+            "The adapter must not be on the output projection; remove `lm_head` from "
+            "`target_modules` and `modules_to_save`, or `trainable_token_indices` of tied ones."
         )
-        raise ValueError(f"The adapter must not be on the output projection; {remedy}.")
     return policy, is_trained
 
 
@@ -441,8 +438,10 @@ def add_critic_to_optimizer(
     if optimizer is None or not missing:
         return
     if scheduler is not None or not critic.issuperset(map(id, missing.values())):
-        weights = f"`{list(missing)[-1]}` and {len(missing) - 1} others"
-        raise ValueError(f"`optimizers` lacks {weights}; set `optim` and `learning_rate` instead.")
+        raise ValueError(
+            f"`optimizers` lacks `{list(missing)[-1]}` and {len(missing) - 1} others; set `optim` "
+            "and `learning_rate` instead."
+        )
     rate = getattr(actor_critic.value_head, "learning_rate", None) or optimizer.defaults["lr"]
     # no script could have the critic
     optimizer.add_param_group({"params": list(missing.values()), "lr": rate})

@@ -92,11 +92,10 @@ def count_skipped(skipped: int, is_finite: bool, step: int) -> int:
     skipped += 1
     logger.warning("Optimizer step %d is skipped: its gradient is not finite.", step)
     if skipped >= MAX_SKIPPED_STEPS:
-        given = (
+        raise NonFiniteError(
             f"{skipped} optimizer steps in a row, up to step {step}, had a non-finite gradient and "
-            "were skipped"
+            "were skipped. Lower the learning rate, or check the rewards."
         )
-        raise NonFiniteError(f"{given}. Lower the learning rate, or check the rewards.")
     return skipped
 
 

@@ -601,8 +601,10 @@ def scoring_batch(
 
     def log_extra(column: str, values: list) -> None:
         if len(values) != len(episodes):
-            got = f"got {len(values)} for {len(episodes)} completions"
-            raise ValueError(f"`log_extra` must get one value per completion in {column!r}, {got}.")
+            raise ValueError(
+                f"`log_extra` must get one value per completion in {column!r}, got {len(values)} "
+                f"for {len(episodes)} completions."
+            )
         extra[column] = values
 
     def log_metric(name: str, value: float) -> None:

@@ -319,9 +319,9 @@ class Updates:
         sizes = (plan.optimizer_steps, plan.mini_batch_size)
         rows = rows.flatten(1)
         if rows.shape != sizes:
-            given = f"within a rollout of {tuple(rows.shape)} optimizer steps × completions"
             raise ValueError(
-                f"The checkpoint is {given}, not of {sizes}; resume with the saved sizes."
+                f"The checkpoint is within a rollout of {tuple(rows.shape)} optimizer steps × "
+                f"completions, not of {sizes}; resume with the saved sizes."
             )
         self.start(Rollout.from_state_dict(tensors, self.device), global_step, rows)
         self.stopped_early = bool(stopped_early)

@@ -25,9 +25,9 @@ class _Limited(httpx2.AsyncByteStream):
         async for chunk in self.stream:
             size += len(chunk)
             if size > self.limit:
-                needed = f"at most {self.limit} bytes, which all answers to such a request have"
                 raise AnswerError(
-                    f"The server's answer must have {needed}, got more; check the address."
+                    f"The server's answer must have at most {self.limit} bytes, which all answers "
+                    "to such a request have, got more; check the address."
                 )
             yield chunk
 

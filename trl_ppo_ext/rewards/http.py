@@ -47,11 +47,10 @@ class HttpReward:
 
     def __post_init__(self):
         if not re.fullmatch(r"https?://[^\s?#@]+", self.url):  # addresses are logged
-            needed = (
-                "an address such as http://localhost:8000/v1, without a user, a password, a query "
-                "or a fragment"
+            raise ValueError(
+                "`url` must be an address such as http://localhost:8000/v1, without a user, a "
+                "password, a query or a fragment; pass the key with `api_key_env`."
             )
-            raise ValueError(f"`url` must be {needed}; pass the key with `api_key_env`.")
         if self.concurrency < 1:
             raise ValueError(f"`concurrency` must be at least 1, got {self.concurrency}.")
         self.name = self.name or self.model.rstrip("/").split("/")[-1]

@@ -181,9 +181,9 @@ class SequenceScorer:
                 (rows[row],) = self.encode([prompt], [completion])
                 length = len(rows[row])
                 if length > self.context_length:
-                    remedy = "lower `max_completion_length`, or drop long prompts"
                     raise ValueError(
-                        f"with its prompt it has {length} tokens of {self.context_length}; {remedy}"
+                        f"with its prompt it has {length} tokens of {self.context_length}; lower "
+                        "`max_completion_length`, or drop long prompts"
                     )
             except Exception as error:  # e.g. its chat template rejects a sampled call
                 cause = f"{type(error).__name__}: {shortened(error)}"

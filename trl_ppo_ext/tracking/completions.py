@@ -92,12 +92,9 @@ def check_trackers(report_to: list[str]) -> None:
         )
     log_model = os.environ.get("WANDB_LOG_MODEL", "")
     if "wandb" in report_to and log_model.lower() not in ("", "false", "0"):
-        harm = (
-            "makes the Trainer upload the whole base model, and its pickled arguments with the "
-            "Hub token"
-        )
         raise ValueError(
-            f"WANDB_LOG_MODEL={log_model} {harm}. Unset it; `push_to_hub` pushes the adapter."
+            f"WANDB_LOG_MODEL={log_model} makes the Trainer upload the whole base model, and its "
+            "pickled arguments with the Hub token. Unset it; `push_to_hub` pushes the adapter."
         )
 
 

@@ -160,11 +160,10 @@ def write_report(directory: str | os.PathLike, output: str | os.PathLike) -> Pat
         RecursionError,
         UndefinedError,
     ) as error:
-        cause = f"{type(error).__name__}: {shortened(error)}"
         raise ValueError(
             f"`{Path(directory, RUN_LOG)}` must be the log of a run of this package, but has "
-            f"entries of another form ({cause}); restore it, or pass the `output_dir` of another "
-            "run."
+            f"entries of another form ({type(error).__name__}: {shortened(error)}); restore it, or "
+            "pass the `output_dir` of another run."
         ) from error
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
