@@ -30,9 +30,9 @@ def reward(completions, **kwargs):
 trainer = PPOTrainer("Qwen/Qwen3.5-4B", reward, args=PPOConfig("out"), train_dataset=prompts)
 ```
 
-Any causal language model of transformers may be the base, text alone or with images, of which the text is trained. A
-[test](../tests/unit/modeling/test_families.py) builds a tiny one of
-each class below, on a CPU with the versions of `constraints.txt`. Each of them trains; in its second rollout the
+The base may be any causal language model of transformers that reads the attention mask, for text alone or with images,
+of which the text is trained. A [test](../tests/unit/modeling/test_families.py) builds a tiny one of each class below,
+on a CPU with the versions of `constraints.txt`. Each of them trains; in its second rollout the
 ratios of new to old log-probs are 1, sampled and scored log-probs are equal to 1e-4 nats, and the saved adapter
 has the policy's logits on a plain reload of the base. Weights of real size were not loaded for this table.
 

@@ -185,7 +185,7 @@ def config(output_dir, **kwargs):
 def run_with_a_card(args, base_model, adapter, rewards, history, peft_config):
     """What a model card reads of a trainer after three steps."""
     config = LlamaConfig(name_or_path=base_model)
-    policy = SimpleNamespace(peft_config={"policy": peft_config})
+    policy = SimpleNamespace(peft_config={"policy": peft_config}, get_base_model=llama)
     return SimpleNamespace(
         args=args,
         actor_critic=SimpleNamespace(

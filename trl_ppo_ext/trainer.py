@@ -351,6 +351,7 @@ class PPOTrainer(Trainer):
         # checkpoint to resume from, and its run state
         self._resumed: tuple[str, dict[str, Tensor]] | None = None
         self._is_collecting = False
+        self._evaluated = "eval"  # prefix of the last evaluation's metrics
         self._change = files.SettingsChange({}, set())  # from the checkpoint's settings
         # undoes an unfinished step; None if that is impossible
         self._return_to_step: Callable[[], None] | None = None
@@ -648,6 +649,7 @@ class PPOTrainer(Trainer):
                 "by a reward function or an environment; call them in a `TrainerCallback`, or set "
                 "`eval_strategy`."
             )
+        self._evaluated = metric_key_prefix
         self._metrics["eval"].load_state_dict({})  # of an evaluation that failed
         with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
@@ -691,7 +693,8 @@ class PPOTrainer(Trainer):
             step = self.state.global_step
             table = completions_table(samples, self.run_log.rewards, self.run_log.monitors, step)
             print_completions(table, step, self.args.num_completions_to_print)
-            save_completions(table, cast(str, self.args.output_dir), step, mode)
+            prefix = f"{self._evaluated}_" if mode == "eval" else ""
+            save_completions(table, cast(str, self.args.output_dir), step, prefix)
             if mode == "eval":
                 key = "eval/completions"
             else:
@@ -953,8 +956,8 @@ class _StepCallback(TrainerCallback):
             callbacks = [x for x in trainer.callback_handler.callbacks if type(x).__name__ == name]
             for callback, saved in zip(callbacks, as_list(states)):
                 if args.restore_callback_states_from_checkpoint:
-                    type(callback).__init__(callback, **saved["args"])
-                for attribute, value in saved["attributes"].items():
+                    type(callback).__init__(callback, **saved.get("args", {}))
+                for attribute, value in saved.get("attributes", {}).items():
                     setattr(callback, attribute, value)
         # the run may have been moved, and then the Trainer has dropped the path, or copied
         best = TrainerState.load_from_json(

@@ -1,6 +1,7 @@
 """A checkpoint is not resumed with another model, tokenizer, reward or dataset, unless that is
 allowed."""
 
+import functools
 import logging
 import re
 import shutil
@@ -14,7 +15,7 @@ from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, to
 from transformers import BitsAndBytesConfig
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.checkpoints.files import CheckpointError
+from trl_ppo_ext.checkpoints.files import CheckpointError, digest_of_function
 
 SAVING = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
 
@@ -177,25 +178,15 @@ OTHERS = {
     "code": lambda: lambda episodes, scores: 1 + scores**2,
     "constant": lambda: lambda episodes, scores: 2 + scores,
     "argument": lambda: partial(weighed, weight=2.0),
-    "attribute": lambda: Favors(2.0),
 }
 SAVED = {
     "argument": lambda: partial(weighed, weight=1.0),
-    "attribute": lambda: Favors(1.0),
     "weight": lambda: favors(1),
 }
 
 
 def weighed(episodes, scores, weight):
     return 1 + weight * scores
-
-
-class Favors:
-    def __init__(self, weight):
-        self.weight = weight
-
-    def __call__(self, episodes, scores):
-        return 1 + self.weight * scores
 
 
 @pytest.mark.parametrize("change", OTHERS)
@@ -220,20 +211,92 @@ def test_curriculum_notices_one_row_of_many(tmp_path):
 
 @pytest.mark.parametrize("change", [None, "function", "rows"])
 def test_scores_of_a_curriculum_are_those_of_its_rows(tmp_path, change):
-    trainer(tmp_path, curriculum=favors(1.0), max_steps=1).train()
     seen = []
 
     def watched(episodes, scores):
         seen.append(episodes.sum().item())
         return 1 + scores
 
-    changes = {"curriculum": watched, "resume_with_changed_settings": True, "max_steps": 5}
+    before = favors(1.0) if change == "function" else watched
+    trainer(tmp_path, curriculum=before, max_steps=1).train()
+    seen.clear()
+    changes = {"curriculum": watched, "max_steps": 5}
+    if change is not None:
+        changes["resume_with_changed_settings"] = True
     if change == "rows":
         changes["train_dataset"] = prompts().select(range(15, -1, -1))
     again = trainer(tmp_path, **changes)
     again.train(resume_from_checkpoint=True)
     # an unfinished rollout of the other settings is replaced at once
     assert seen[0] == (0 if change == "rows" else 8)
+
+
+def test_curriculum_that_is_added_changes_no_rows(tmp_path):
+    trainer(tmp_path, max_steps=1, train_dataset=prompts(200)).train()
+    again = trainer(tmp_path, max_steps=1, train_dataset=prompts(200), curriculum=favors(1.0))
+    with pytest.raises(CheckpointError) as caught:
+        again.train(resume_from_checkpoint=True)
+    assert "train_dataset" not in str(caught.value) and "curriculum (was None" in str(caught.value)
+
+
+class WithSlots:
+    __slots__ = ("weight",)
+
+    def __call__(self, episodes, scores):
+        return 1 + scores
+
+
+class Counts:
+    """Its attributes change while it is used."""
+
+    def __init__(self):
+        self.seen = {(1, 2): 3}
+        self.calls = 0
+
+    def __call__(self, episodes, scores):
+        self.calls += 1
+        return 1 + scores
+
+    def method(self, episodes, scores):
+        return 1 + scores
+
+
+def late_cell():
+    def curriculum(episodes, scores):
+        return scores + weight
+
+    digest = digest_of_function(curriculum)
+    weight = 1.0
+    return digest
+
+
+def decorated(weight):
+    return functools.wraps(favors(1.0))(favors(weight))
+
+
+HELD = {
+    "wraps": (decorated(1.0), decorated(2.0)),
+    "partial of a function": (partial(max, key=favors(1.0)), partial(max, key=favors(2.0))),
+    "constant set": (lambda e, s: s in {"a", "b"}, lambda e, s: s in {"c", "d"}),
+    "nested": (lambda e, s: [x for x in s if x > 1], lambda e, s: [x for x in s if x > 2]),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_digest_of_a_function_tells_what_it_holds(kind):
+    one, other = (digest_of_function(function) for function in HELD[kind])
+    assert one != other
+    assert one == digest_of_function(HELD[kind][0])
+
+
+def test_digest_of_a_function_is_that_of_any_callable():
+    counts = Counts()
+    before = digest_of_function(counts)
+    counts(torch.zeros(1), torch.zeros(1))
+    assert digest_of_function(counts) == before
+    for function in (WithSlots(), counts.method, max, late_cell):
+        assert digest_of_function(function)
+    assert late_cell()
 
 
 def test_changed_quantization_is_refused_by_name(run, tmp_path):

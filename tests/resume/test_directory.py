@@ -290,6 +290,22 @@ def test_callbacks_continue_and_restore_their_arguments_if_asked(tmp_path, resto
     assert all(x in built.callback_handler.callbacks for x in again)  # the script's objects
 
 
+class CountsWithoutArguments(Counts):
+    """The Trainer takes a state that has only one of its two parts."""
+
+    def state(self):
+        return {"attributes": {"steps": self.steps}}
+
+
+def test_callback_may_have_no_arguments(tmp_path):
+    settings = SAVING | {"max_steps": 4, "restore_callback_states_from_checkpoint": True}
+    trainer(tmp_path, callbacks=[CountsWithoutArguments()], **settings).train()
+    again = CountsWithoutArguments()
+    built = trainer(tmp_path, callbacks=[again], **settings)
+    built.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.steps == 4
+
+
 @pytest.mark.parametrize("restores", [False, True])
 def test_patience_is_restored_if_asked(tmp_path, restores):
     settings = {

@@ -183,6 +183,7 @@ def test_quantizer_reaches_the_model(tmp_path, monkeypatch, quantizer):
         given.update(kwargs)
         return llama(), {"missing_keys": [], "mismatched_keys": []}
 
+    llama().config.save_pretrained(tmp_path)
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    loading.load_base("base", config(tmp_path), quantizer, torch.device("cpu"))
+    loading.load_base(str(tmp_path), config(tmp_path), quantizer, torch.device("cpu"))
     assert type(given["quantization_config"]) is type(quantizer)

@@ -840,6 +840,13 @@ def test_completions_of_a_rollout_function_are_checked(tmp_path, entries, messag
         run.train()
 
 
+def test_rollout_function_may_pad_what_nothing_is_learned_from(tmp_path):
+    output = ENTRIES | {"completion_ids": [[7, 8, -1, -100]] * 4, "env_mask": [[1, 1, 0, 0]] * 4}
+    run = chat_trainer(tmp_path, {}, zeros, rollout_func=lambda *_: output, max_steps=1)
+    run.train()
+    assert run.state.log_history[0]["completions/mean_length"] == 2
+
+
 def test_rollout_function_may_return_tensors(tmp_path):
     ids = torch.tensor([7, 8, 9, 2])
     mask = torch.tensor([1, 0, 1, 1])

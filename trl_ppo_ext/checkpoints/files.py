@@ -6,10 +6,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
+from inspect import getattr_static
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from datasets import IterableDataset
@@ -185,7 +187,8 @@ ADAPTER_NOT_COMPARED = (
     "revision",
 )
 SAMPLED_ROWS = 64
-CURRICULUM_ROWS = 4096  # are sampled with a curriculum, whose scores belong to row numbers
+CURRICULUM_ROWS = 4096  # are sampled for a curriculum, whose scores belong to row numbers
+CURRICULUM = "rows of the curriculum"
 
 
 def load_state(directory: str) -> dict[str, Any]:
@@ -271,23 +274,44 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _code_of(function: Any) -> Any:
-    """What a function computes, as JSON: its code, constants, defaults, and what it closes over."""
-    if isinstance(function, partial):
-        return [_code_of(function.func), function.args, function.keywords]
-    if isinstance(function, CodeType):
+def _code_of(x: Any, depth: int = 8) -> Any:
+    """What a function computes, as JSON: its code, and the plain values and functions that it holds.
+
+    Values of other kinds count by their type.
+    """
+    inner = partial(_code_of, depth=depth - 1)
+    if depth == 0 or isinstance(x, str | int | float | bool | None):
+        return x if isinstance(x, str | int | float | bool | None) else type(x).__name__
+    if isinstance(x, Mapping):
+        return ["mapping", sorted([repr(key), inner(value)] for key, value in x.items())]
+    if isinstance(x, set | frozenset):
+        return ["set", sorted(json.dumps(inner(value)) for value in x)]
+    if isinstance(x, list | tuple):
+        return [inner(value) for value in x]
+    if isinstance(x, CodeType):
+        return [x.co_code.hex(), inner(x.co_names), inner(x.co_consts)]
+    if isinstance(x, partial):
+        return [inner(x.func), inner(x.args), inner(x.keywords)]
+    if isinstance(x, MethodType):
+        return inner(x.__func__)
+    if isinstance(x, FunctionType):
         return [
-            function.co_code.hex(),
-            function.co_names,
-            [_code_of(x) for x in function.co_consts],
+            inner(x.__code__),
+            inner(x.__defaults__),
+            inner(x.__kwdefaults__),
+            _held_by(x, inner),
         ]
-    if hasattr(function, "__code__"):
-        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        return [_code_of(function.__code__), cells, defaults]
-    if callable(function) and not isinstance(function, type):
-        return [_code_of(getattr(type(function).__call__, "__code__", None)), vars(function)]
-    return function
+    own = getattr_static(type(x), "__call__", None)
+    return [type(x).__name__, inner(own) if isinstance(own, FunctionType) else None]
+
+
+def _held_by(function: FunctionType, code_of: Callable[[Any], Any]) -> list:
+    """What a function closes over; a cell may be filled later."""
+    held = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            held.append(code_of(cell.cell_contents))
+    return held
 
 
 def digest_of_function(function: Callable) -> str:
@@ -328,7 +352,7 @@ def fingerprints(
     """
     policy = actor_critic.policy
     config = actor_critic.config
-    sampled_rows = SAMPLED_ROWS if curriculum is None else CURRICULUM_ROWS
+    has_scores_of_rows = curriculum is not None and train_dataset is not None
     values: dict[str, Any] = {
         "base weights": digest_of_weights(x for x in policy.parameters() if not x.requires_grad),
         "dtype": actor_critic.dtype,
@@ -337,8 +361,9 @@ def fingerprints(
         "tokenizer": _digest([tokenizer.get_vocab(), tokenizer.special_tokens_map]),
         "chat_template": _digest([tokenizer.chat_template, chat_template_kwargs or {}]),
         "rewards": {reward.name: digest_of_weights(_frozen(reward)) for reward in rewards},
-        "train_dataset": None if train_dataset is None else _rows(train_dataset, sampled_rows),
+        "train_dataset": None if train_dataset is None else _rows(train_dataset, SAMPLED_ROWS),
         "curriculum": None if curriculum is None else digest_of_function(curriculum),
+        CURRICULUM: _rows(train_dataset, CURRICULUM_ROWS) if has_scores_of_rows else None,
     }
     adapters = {
         "peft_config": actor_critic.policy_adapter,

@@ -25,7 +25,7 @@ from ..config import LOCK
 from ..distributed import on_every_rank
 from ..episodes.engine import Ahead
 from .atomic import MANIFEST, checkpoints, latest_valid_checkpoint, restore_replaced, verify
-from .files import CheckpointError, check_settings, load_state, run_settings
+from .files import CURRICULUM, CheckpointError, check_settings, load_state, run_settings
 
 logger = logging.get_logger(__name__)
 
@@ -269,6 +269,6 @@ def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:
     played = parts["trainer"]["played"]
     # not for a run without a curriculum
     is_same_size = played.shape == trainer.run_state.played.shape
-    are_same_rows = "train_dataset" not in trainer._change.listed
+    are_same_rows = trainer._change.listed.keys().isdisjoint(("train_dataset", CURRICULUM))
     if trainer.curriculum is not None and are_same_rows and is_same_size:
         trainer.run_state = trainer.run_state._replace(played=played)

@@ -389,7 +389,7 @@ class FunctionPlayer(Player):
                     "`completion_ids`, and `env_mask` with 1 at sampled tokens if others wrote "
                     f"some; row {number} has no valid ones."
                 )
-            if not all(0 <= token < self.vocab_size for token in prompt_ids + completion_ids):
+            if not all(0 <= token < self.vocab_size for token in prompt_ids + completion_ids[:end]):
                 raise ValueError(
                     f"`rollout_func` must return ids of the model's {self.vocab_size} tokens, row "
                     f"{number} has others; use its tokenizer."

@@ -76,6 +76,10 @@ class Record:
             match entry:
                 case {"run": str(name)}:
                     self.is_own = name == run
+                case {"errors": "void"}:  # whichever run wrote last
+                    self.answers = {
+                        k: x for k, x in self.answers.items() if not isinstance(x, Exception)
+                    }
                 case _ if not self.is_own:
                     continue
                 case {"key": str(key), "error": [name, text]}:
@@ -84,10 +88,6 @@ class Record:
                     self.answers[key] = Answer(*answer)
                 case {"key": str(key), "value": value}:
                     self.answers[key] = value
-                case {"errors": "void"}:
-                    self.answers = {
-                        k: x for k, x in self.answers.items() if not isinstance(x, Exception)
-                    }
 
     def add(self, key: str, result: Any) -> None:
         """Append an answer, at once; if that fails, warn and go on."""

@@ -31,9 +31,11 @@ SELECTS_STATES = hasattr(output_capturing, "selected_hidden_states")
 def why_not_packed(model: PreTrainedModel) -> str | None:
     """Reason why the layers of a model would mix packed rows."""
     config = model.config.get_text_config()
-    implementation = config._attn_implementation
-    if implementation != "sdpa" and "flash" not in implementation:
-        return f"`attn_implementation` is {implementation!r}"
+    decoder = model.get_decoder()
+    reads_text = decoder if isinstance(decoder, PreTrainedModel) else model  # no images
+    # without it, layers may need more of the mask, e.g. chunks
+    if not (reads_text.is_backend_compatible() and reads_text._supports_flash_attn):
+        return f"{type(model).__name__} does not support flash attention"
     others = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",
@@ -41,8 +43,9 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     if others:
         return f"{type(model).__name__} has layers of {' and '.join(sorted(others))}"
     # it may need more of the mask, e.g. chunks
-    if not (model.is_backend_compatible() and model._supports_flash_attn):
-        return f"{type(model).__name__} does not support flash attention"
+    implementation = config._attn_implementation
+    if implementation != "sdpa" and "flash" not in implementation:
+        return f"`attn_implementation` is {implementation!r}"
     return None
 
 

@@ -15,7 +15,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# by their names in safetensors files
+PLAIN_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+ROUNDING = 2.0**-8  # of a number in bfloat16
+TINY = 2.0**-24  # the smallest number of float16
 
 
 def check_base_is_in_its_files(model: Any) -> None:
@@ -24,7 +27,7 @@ def check_base_is_in_its_files(model: Any) -> None:
     Three rows of each tensor are compared. Tensors that are quantized, or have other names in the
     files, are not, nor is a base whose files are not on this machine.
     """
-    name = model.config._name_or_path
+    name = model.config._name_or_path or ""
     differing = sorted(
         _differing(model, _files_of_weights(name, getattr(model.config, "_commit_hash", None)))
     )
@@ -68,25 +71,17 @@ def _files_of_weights(name: str, revision: str | None) -> dict[str, str]:
 
 def _differing(model: Any, files: dict[str, str]) -> Iterator[str]:
     """Names of plain weights of the base that differ from the files."""
-    if isinstance(model, PeftModel):
-        base = model.get_base_model()
-    else:
-        base = model
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     with ExitStack() as stack:
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in set(files.values())}
         for name, parameter in base.named_parameters():
             # the name that it has without an adapter; files of the decoder alone do not have its
             # prefix
             name = name.replace(".base_layer", "").replace(".original_module", "")
-            if name in files:
-                key = name
-            else:
-                key = name.removeprefix(f"{base.base_model_prefix}.")
+            key = name if name in files else name.removeprefix(f"{base.base_model_prefix}.")
             if key in files and _is_plain(parameter):
                 stored = opened[files[key]].get_slice(key)
-                if list(parameter.shape) != stored.get_shape() or not _same_rows(
-                    parameter.detach(), stored
-                ):
+                if stored.get_dtype() in PLAIN_DTYPES and not _is_same(parameter.detach(), stored):
                     yield name
 
 
@@ -94,15 +89,19 @@ def _is_plain(parameter: Tensor) -> bool:
     """Whether it is a whole tensor of numbers: neither quantized, nor elsewhere (as with
     ZeRO-3)."""
     is_whole = parameter.dim() > 0 and parameter.numel() > 0 and not parameter.is_meta
-    return is_whole and type(parameter.data) is Tensor and parameter.dtype in PLAIN_DTYPES
+    is_plain = type(parameter.data) is Tensor
+    return is_whole and is_plain and parameter.dtype in PLAIN_DTYPES.values()
 
 
-def _same_rows(weight: Tensor, stored: Any) -> bool:
-    """Whether the first, middle and last row are those of a file, or a rounding of them."""
-    rows = [0, len(weight) // 2, len(weight) - 1]
-    kept = torch.cat([stored[row : row + 1] for row in rows])
-    if kept.dtype not in PLAIN_DTYPES:
+def _is_same(weight: Tensor, stored: Any) -> bool:
+    """Whether a weight has the shape and three rows of a file, or a rounding of them."""
+    shape = list(weight.shape)
+    if shape != stored.get_shape():
+        # while it loads experts, transformers swaps axes of some, under their own names
+        return weight.dim() > 2 and sorted(shape) == sorted(stored.get_shape())
+    if weight.dim() > 2 and shape[-1] == shape[-2]:  # it may have swapped them
         return True
-    here = weight[rows].to("cpu")
-    # the model may have been cast twice, e.g. loaded in bfloat16 and trained in float32
-    return any(torch.equal(kept.to(dtype), here.to(dtype)) for dtype in PLAIN_DTYPES)
+    rows = [0, len(weight) // 2, len(weight) - 1]
+    kept = torch.cat([stored[row : row + 1] for row in rows]).float()
+    here = weight[rows].to("cpu").float()
+    return bool(((kept - here).abs() <= ROUNDING * kept.abs() + TINY).all())

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import transformers
 from huggingface_hub.errors import HFValidationError
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, TaskType, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -225,12 +226,12 @@ def name_of_loader(model: PreTrainedModel) -> str:
     is loaded."""
     kinds = {"AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING}
     kinds["AutoModelForImageTextToText"] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    is_part = bool(model.config.base_config_key)  # of a config that the folder may have instead
     for name, classes in kinds.items():
-        if classes.get(type(model.config), None) is type(model):
+        if classes.get(type(model.config), None) is type(model) and not is_part:
             return name
-    if model.is_remote_code():
-        return "AutoModelForCausalLM"
-    return type(model).__name__
+    own_name = type(model).__name__
+    return own_name if hasattr(transformers, own_name) else "AutoModelForCausalLM"
 
 
 def load_base(

@@ -157,13 +157,9 @@ def print_completions(completions: DataFrame, step: int, rows: int | None) -> No
     console.print(table)
 
 
-def save_completions(completions: DataFrame, output_dir: str, step: int, mode: str) -> None:
+def save_completions(completions: DataFrame, output_dir: str, step: int, prefix: str) -> None:
     """Write a table of completions where TRL does; a full disk must not end the run."""
-    if mode == "train":
-        prefix = "completions"
-    else:
-        prefix = f"{mode}_completions"
-    path = Path(output_dir, COMPLETIONS, f"{prefix}_{step:05d}.parquet")
+    path = Path(output_dir, COMPLETIONS, f"{prefix}completions_{step:05d}.parquet")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         completions.to_parquet(path, index=False)

@@ -3,13 +3,16 @@ name."""
 
 import pytest
 import torch
+from families import build
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from runs_of_tiny import trainer
+from safetensors.torch import save_file
 from tiny import llama, prompts, qwen2, tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from trl_ppo_ext.modeling.base_files import check_base_is_in_its_files
+from trl_ppo_ext.modeling.loading import name_of_loader
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 KINDS = {
@@ -249,8 +252,49 @@ def test_files_of_the_decoder_alone_are_compared(tmp_path):
         check_base_is_in_its_files(model)
 
 
-@pytest.mark.parametrize("name", ["", "no/such-model", "not a name", "/no/such/place"])
+@pytest.mark.parametrize("name", [None, "", "no/such-model", "not a name", "/no/such/place"])
 def test_base_without_files_here_is_not_compared(name):
     model = llama()
     model.config._name_or_path = name
     check_base_is_in_its_files(model)
+
+
+def test_base_that_was_rounded_twice_is_that_of_its_files(tmp_path):
+    llama().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+    check_base_is_in_its_files(model.to(torch.bfloat16))
+
+
+def test_dequantized_base_is_not_compared_with_packed_numbers(tmp_path):
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    llama(hidden_size=64).save_pretrained(tmp_path / "plain")
+    quantized = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=nf4, device_map="cpu"
+    )
+    quantized.save_pretrained(tmp_path / "nf4")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nf4", device_map="cpu")
+    check_base_is_in_its_files(model.dequantize())
+
+
+@pytest.mark.parametrize("width", [16, 32])
+def test_experts_whose_axes_are_swapped_in_the_files_are_not_compared(tmp_path, width):
+    """As transformers does for some while it loads them, also with square ones."""
+    model = build("Qwen3 MoE")
+    experts = torch.randn(4, 32, width)
+    save_file({"model.experts": experts}, tmp_path / "model.safetensors")
+    model.model.experts = torch.nn.Parameter(experts.transpose(1, 2).contiguous())
+    model.config._name_or_path = str(tmp_path)
+    check_base_is_in_its_files(model)
+
+
+class Mine(LlamaForCausalLM):
+    pass
+
+
+def test_card_names_the_class_that_loads_the_base(tmp_path):
+    """Neither a class that transformers does not have, nor one that loads a whole for a part."""
+    assert name_of_loader(llama()) == "AutoModelForCausalLM"
+    assert name_of_loader(Mine(llama().config)) == "AutoModelForCausalLM"
+    assert name_of_loader(build("Gemma 3")) == "Gemma3ForCausalLM"
+    assert name_of_loader(build("Gemma 4 with images")) == "AutoModelForCausalLM"
+    assert name_of_loader(build("Ministral 3 with images")) == "AutoModelForImageTextToText"

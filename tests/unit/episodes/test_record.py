@@ -7,7 +7,7 @@ import pytest
 from scripted import call, player_of, rows_of
 
 from trl_ppo_ext import StepResult
-from trl_ppo_ext.episodes.record import ANSWERS, forget, void_errors
+from trl_ppo_ext.episodes.record import ANSWERS, Record, forget, void_errors
 from trl_ppo_ext.rewards import RewardError, ScoringBatch
 
 
@@ -274,6 +274,15 @@ def test_answers_to_a_run_of_other_settings_are_asked_anew(tmp_path):
     assert playing(tmp_path, "a stranger's")[0].messages == other[0].messages and not asked
     # both are there
     assert playing(tmp_path, "this run")[0].messages == first[0].messages and not asked
+
+
+def test_errors_are_void_whichever_run_wrote_last(tmp_path):
+    path = tmp_path / ANSWERS / "0-0.jsonl"
+    Record(path, run="this run").add("k", ValueError("server down"))
+    Record(path, run="another").add("k", 1)
+    assert isinstance(Record(path, run="this run").answers["k"], ValueError)
+    void_errors(str(tmp_path), 0)
+    assert not Record(path, run="this run").answers and Record(path, run="another").answers
 
 
 def test_answers_without_a_run_are_those_of_no_run(tmp_path):

@@ -185,7 +185,7 @@ NOT_PACKING = {
 REASONS = {
     "eager": "`attn_implementation` is 'eager'",
     "lfm2": "Lfm2ForCausalLM has layers of conv",
-    "bloom": "`attn_implementation` is 'eager'",  # it has no other one
+    "bloom": "BloomForCausalLM does not support flash",
 }
 
 
