@@ -100,9 +100,9 @@ def ppo(
         # this rollout's. The values are weighed by how well they fit the returns, and then
         # subtracted from them.
         if number == 0:  # a new critic begins with a fit to the first returns
-            old = old._replace(
-                values=old.values + fit_new(roles.value_head, recorded, rewards, mask, mask)
-            )
+            fit = fit_new(roles.value_head, recorded, rewards, mask, mask)
+            roles.value_head.set_first_fit(fit.weights)
+            old = old._replace(values=old.values + fit.outputs)
         discounts = Discounts(gamma=1.0, lam=lam)
         result, seen = of_critic(
             rewards, old.values, mask, run.returns, is_normalized=True, discounts=discounts

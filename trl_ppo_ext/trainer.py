@@ -49,6 +49,7 @@ from .concurrency import FAILURES
 from .config import PPOConfig
 from .data import PROMPT_IDS, RolloutSampler, Rows, StreamedRows, weighted_rows
 from .episodes import Environments, build_player, record
+from .modeling.critics import SideCritic
 from .modeling.loading import add_critic_to_optimizer, load_actor_critic
 from .ppo.credit import build_credit
 from .ppo.guards import SamplerComparison, count_skipped
@@ -445,6 +446,8 @@ class PPOTrainer(Trainer):
             scores = self.accelerator.gather(scores).T.cpu().double()
             played = self.run_state.played.index_add(1, torch.tensor(drawn), scores)
             self.run_state = self.run_state._replace(played=played)
+        if samples.first_fit is not None:
+            cast(SideCritic, self.actor_critic.value_head).set_first_fit(samples.first_fit)
         self._samples["train"] = samples
         self.updates.start(rollout, self.state.global_step)
         sequences = samples.sequences

@@ -1,8 +1,12 @@
 """The chain from rewards to advantages: what is in it, and how a variant of one's own enters it."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from runs_of_tiny import rollouts_of, trainer
+
+from trl_ppo_ext import trainer as trainer_module
 
 GROUPS = {"critic": "none", "num_generations": 4}
 # settings: names of the chain's steps, in order
@@ -87,3 +91,25 @@ def unchanged(step):
         return result
 
     return compared
+
+
+@pytest.mark.parametrize("critic", ["side", "head", "adapter"])
+def test_collecting_changes_no_weight_and_no_buffer(tmp_path, critic):
+    """Also in the first rollout, to which a new critic is fitted."""
+    built = trainer(tmp_path, max_steps=4, critic=critic, max_completion_length=8)
+    changed = []
+    collect = trainer_module.collect
+
+    def compared(roles, *args):
+        tensors = roles.actor_critic.state_dict()
+        before = {name: x.clone() for name, x in tensors.items()}
+        result = collect(roles, *args)
+        after = roles.actor_critic.state_dict()
+        changed.append([name for name, x in before.items() if not torch.equal(after[name], x)])
+        return result
+
+    with patch.object(trainer_module, "collect", compared):
+        built.train()
+    assert changed and not any(changed)
+    if critic == "side":
+        assert built.actor_critic.value_head.first_fit.any()

@@ -103,6 +103,13 @@ class ValueHead(nn.Linear):
         return super().forward(hidden.to(self.weight.dtype)).float()
 
 
+class FirstFit(NamedTuple):
+    """A linear fit to the returns of a rollout."""
+
+    weights: Tensor  # of a critic's inputs
+    outputs: Tensor  # of the tokens that it was fitted to
+
+
 class SideCritic(ValueHead):
     """Gated MLP on states of several layers, the position in the completion, and the rewards before
     it.
@@ -171,16 +178,15 @@ class SideCritic(ValueHead):
         )
         return torch.block_diag(random, torch.eye(COSINES)).to(self.first_fit.device)
 
-    def begin(
+    def fit(
         self,
         recorded: list[Tensor],
         targets: Tensor,
         steps: Tensor,
         completions: Tensor,
         all_sum: Reduction,
-    ) -> Tensor:
-        """Make the first fit, to targets of the tokens that were recorded, and return what it adds,
-        `[tokens]`.
+    ) -> FirstFit:
+        """Fit the targets of the tokens that were recorded; [`set_first_fit`] lets it count.
 
         By ridge regression over those that are `steps`, in which a weight costs as much as so many
         completions: it takes little of few. One of full length with targets of 0 is added at the
@@ -211,8 +217,24 @@ class SideCritic(ValueHead):
         everywhere = self.cosines(torch.arange(int(self.length), device=device)).cpu().double()
         ridge[DIRECTIONS:, DIRECTIONS:] += everywhere.T @ everywhere
         weights = torch.linalg.solve(products + ridge, totals).to(read)
-        self.first_fit.copy_(weights @ self.directions())
-        return read @ weights
+        return FirstFit(weights @ self.directions(), read @ weights)
+
+    def set_first_fit(self, weights: Tensor) -> None:
+        """Let a first fit count in the outputs."""
+        self.first_fit.copy_(weights)
+
+    @contextmanager
+    def with_first_fit(self, weights: Tensor | None) -> Iterator[None]:
+        """Let a first fit count within a context."""
+        if weights is None:
+            yield
+            return
+        before = self.first_fit.clone()
+        self.set_first_fit(weights)
+        try:
+            yield
+        finally:
+            self.set_first_fit(before)
 
     def read(self, states: list[Tensor], positions: Tensor, earned: Tensor | None) -> Tensor:
         """Input of the network, from states `[tokens, hidden]` after each of `layers`; the

@@ -4,6 +4,7 @@ A step is a pure function of the samples, the credit so far and the state of the
 a run does not have is not in its chain.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..distributed import unsharded
-from ..modeling.critics import SideCritic, ValueHead
+from ..modeling.critics import FirstFit, SideCritic, ValueHead
 from ..sequences import Sequences
 from . import math as ppo_math
 from .advantages import (
@@ -191,7 +192,9 @@ def estimate_by_critic(
     discounts, run, places = discounts_of(roles, samples, ordinary, run, metrics)
     outputs = cast(Tensor, credit.outputs)
     if samples.states is not None:
-        outputs = outputs + first_fit(roles, samples, credit, ordinary, discounts.gamma, run)
+        fit = first_fit(roles, samples, credit, ordinary, discounts.gamma, run)
+        outputs = outputs + fit.outputs
+        credit = credit._replace(first_fit=fit.weights)
     result, returns = of_critic(
         credit.rewards,
         outputs,
@@ -199,7 +202,7 @@ def estimate_by_critic(
         run.returns,
         is_normalized=head.is_normalized,
         discounts=discounts,
-        cuts=cuts_of(roles, samples, run),
+        cuts=cuts_of(roles, samples, credit, run),
         groups=groups,
         ordinary=ordinary,
         all_sum=roles.all_sum,
@@ -278,13 +281,13 @@ def first_fit(
     ordinary: Tensor,
     gamma: float | Tensor,
     run: RunState,
-) -> Tensor:
-    """Outputs that a new critic gains from a fit to its first rollout, `[batch, response]`."""
+) -> FirstFit:
+    """Fit of a new critic to its first rollout; its outputs are `[batch, response]`."""
     critic = cast(SideCritic, roles.actor_critic.value_head)
     states = cast(list, samples.states)
     # the forwards recorded micro-batches in their own order
     order = torch.cat(micro_batches(roles.args, samples.sequences)).to(credit.rewards.device)
-    fitted = fit_new(
+    fit = fit_new(
         critic,
         states,
         credit.rewards[order],
@@ -295,7 +298,7 @@ def first_fit(
         enters=(credit.steps & ordinary[:, None])[order],
         all_sum=roles.all_sum,
     )
-    return fitted[order.argsort()]
+    return fit._replace(outputs=fit.outputs[order.argsort()])
 
 
 def fit_new(
@@ -308,17 +311,17 @@ def fit_new(
     seen: Moments = Moments(),
     enters: Tensor | None = None,  # steps that the fit and its units are made of; all by default
     all_sum: Reduction = torch.clone,
-) -> Tensor:
-    """Fit a new critic to the Monte Carlo returns of its first rollout; return what that adds to
-    its outputs.
+) -> FirstFit:
+    """Fit a new critic to the Monte Carlo returns of its first rollout.
 
     Returns of earlier rollouts, if any, were all equal.
     """
     outcomes = ppo_math.gae(rewards, torch.zeros_like(rewards), steps, gamma, 1.0)[1]
     enters = steps if enters is None else enters
     targets = critic.units(seen.add(outcomes, enters, all_sum, MEMORY)).targets(outcomes)
-    fitted = critic.begin(recorded, targets[mask], enters[mask], enters.any(1).sum(), all_sum)
-    return torch.zeros_like(rewards).masked_scatter(mask, fitted).where(steps, 0)
+    fit = critic.fit(recorded, targets[mask], enters[mask], enters.any(1).sum(), all_sum)
+    outputs = torch.zeros_like(rewards).masked_scatter(mask, fit.outputs)
+    return fit._replace(outputs=outputs.where(steps, 0))
 
 
 def outlying(totals: Tensor, usable: Tensor, groups: Groups) -> Tensor:
@@ -384,10 +387,12 @@ def discounts_of(
     return discounts, run._replace(information=information), places
 
 
-def cuts_of(roles: Roles, samples: Samples, run: RunState) -> Cuts | None:
+def cuts_of(roles: Roles, samples: Samples, credit: Credit, run: RunState) -> Cuts | None:
     """Completions that a limit cut where the critic stands for the rest; `None` if no rank has
     any."""
-    outputs = outputs_after(roles, samples, run)
+    head = roles.actor_critic.value_head
+    with head.with_first_fit(credit.first_fit) if isinstance(head, SideCritic) else nullcontext():
+        outputs = outputs_after(roles, samples, run)
     if outputs is None:
         return None
     is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])

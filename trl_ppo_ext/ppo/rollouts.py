@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -64,6 +64,7 @@ class Samples(NamedTuple):
     returns: Tensor | None = None
     advantages: Tensor | None = None  # [batch, response]; None in evaluation
     states: list[Tensor] | None = None  # that a new critic read, by micro-batch
+    first_fit: Tensor | None = None  # of a new critic, for the updates
 
 
 class Credit(NamedTuple):
@@ -82,6 +83,7 @@ class Credit(NamedTuple):
     value_weights: Tensor | None = None  # in the loss of the values; None if all are 1
     unit: float = 1.0
     entropy_unit: float = 1.0  # of the advantages, by which the entropy bonus is multiplied
+    first_fit: Tensor | None = None  # weights of a new critic, which was fitted to this rollout
 
     @classmethod
     def begin(cls, samples: Samples, rewards: Tensor) -> "Credit":
@@ -374,7 +376,9 @@ def collect(
     rollout = Rollout.of(samples, credit, run.kl_coef, gather)
     after = after._replace(kl_coef=next_kl_coef(roles, samples, run, state))
     metrics.mean("kl_coef", run.kl_coef)
-    samples = samples._replace(advantages=rollout.advantages, states=None)
+    samples = samples._replace(
+        advantages=rollout.advantages, states=None, first_fit=credit.first_fit
+    )
     if credit.critic is not None:
         samples = samples._replace(values=credit.critic.values, returns=credit.critic.returns)
     return rollout, after, samples
@@ -386,18 +390,23 @@ def states_for_a_new_critic(roles: Roles, run: RunState) -> Iterator[list[Tensor
 
     All returns so far were equal then: there was nothing that it could be fitted to.
     """
+    if not critic_is_new(roles, run):
+        yield None
+        return
+    head = cast(SideCritic, roles.actor_critic.value_head)
+    # of a first rollout that was abandoned nothing counts
+    with head.with_first_fit(torch.zeros_like(head.first_fit)), head.recorded() as states:
+        yield states
+
+
+def critic_is_new(roles: Roles, run: RunState) -> bool:
+    """Whether the critic is to be fitted to the next rollout."""
     head = roles.actor_critic.value_head
     if roles.args.critic_init is not None or not isinstance(head, SideCritic):
-        yield None
-        return
+        return False
     # without units it is fitted to the mean, too
     was_fitted = run.returns.varies if head.is_normalized else run.returns.weight > 0
-    if was_fitted:
-        yield None
-        return
-    head.first_fit.zero_()  # of a first rollout that was abandoned
-    with head.recorded() as states:
-        yield states
+    return not was_fitted
 
 
 def next_kl_coef(roles: Roles, samples: Samples, run: RunState, state: TrainerState) -> float:

@@ -94,7 +94,8 @@ def test_side_critic_learns_alike_at_any_width_of_the_policy(size):
             with torch.no_grad(), critic.recorded() as recorded:
                 critic(inputs)
             steps = torch.ones(len(inputs), dtype=torch.bool)
-            critic.begin(recorded, returns[:, 0], steps, torch.tensor(completions), torch.clone)
+            fit = critic.fit(recorded, returns[:, 0], steps, torch.tensor(completions), torch.clone)
+            critic.set_first_fit(fit.weights)
             before = values(unseen)
         for _ in range(4):
             optimizer.zero_grad()
@@ -126,9 +127,11 @@ def begin(critic, targets, inputs, mask, all_sum=torch.clone):
         for part in inputs.split(100):
             critic(part)
     targets = targets.expand(mask.shape)[mask]
-    return critic.begin(
+    fit = critic.fit(
         recorded, targets, torch.ones_like(targets, dtype=torch.bool), mask.any(1).sum(), all_sum
     )
+    critic.set_first_fit(fit.weights)
+    return fit.outputs
 
 
 def begun(critic, returns, mask, states=None):
@@ -187,14 +190,9 @@ def test_fit_to_noise_takes_little_of_it(completions, has_score_at_end):
 def test_rollout_without_a_token_that_counts_has_no_fit():
     critic = new_one(8)
     empty = torch.zeros(4, 8, dtype=torch.bool)
-    critic.begin(
-        [torch.zeros(0, len(critic.directions()))],
-        torch.zeros(0),
-        empty[empty],
-        empty.sum(),
-        torch.clone,
-    )
-    assert not critic.first_fit.any()
+    recorded = [torch.zeros(0, len(critic.directions()))]
+    fit = critic.fit(recorded, torch.zeros(0), empty[empty], empty.sum(), torch.clone)
+    assert not fit.weights.any()
 
 
 def test_first_fit_stays_near_the_returns_where_no_completion_was():
