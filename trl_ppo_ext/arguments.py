@@ -66,15 +66,15 @@ def settle_trainer_arguments(
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
     if args.n_gpu > 1:
-        remedy = "start one process per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
         raise ValueError(
-            f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; {remedy}."
+            f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; start one "
+            "process per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES=0."
         )
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > args.world_size:
-        remedy = "set `use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`)"
         raise ValueError(
-            f"{started} processes were started, but the world size is {args.world_size}; {remedy}."
+            f"{started} processes were started, but the world size is {args.world_size}; set "
+            "`use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`)."
         )
     is_fsdp = uses_fsdp(args)
     is_deepspeed = args.uses_deepspeed
@@ -98,34 +98,33 @@ def settle_trainer_arguments(
     )
     if args.generation_backend == "vllm":
         if is_fsdp or (is_deepspeed and args.deepspeed_plugin.zero_stage == 3):
-            wrong = "is not supported with FSDP or ZeRO-3, which shard the adapter that vLLM loads"
-            raise ValueError(f"`generation_backend='vllm'` {wrong}; use DDP, or ZeRO-1 or 2.")
+            raise ValueError(
+                "`generation_backend='vllm'` is not supported with FSDP or ZeRO-3, which shard "
+                "the adapter that vLLM loads; use DDP, or ZeRO-1 or 2."
+            )
         if environments.rollout_func is not None:
             raise ValueError(
                 "`rollout_func` samples by itself; remove it, or `generation_backend='vllm'`."
             )
     if args.vllm_options.overlap_rollouts and environments:
-        wrong = (
-            "does not work with tools or environments, whose answers the trainer waits for; "
-            "remove it"
+        raise ValueError(
+            "`vllm_kwargs['overlap_rollouts']` does not work with tools or environments, whose "
+            "answers the trainer waits for; remove it."
         )
-        raise ValueError(f"`vllm_kwargs['overlap_rollouts']` {wrong}.")
     with_state = {
         x.type.__name__ for x in environments.kinds.values() if hasattr(x.type, HIDDEN_STATE)
     }
     if not with_state and HIDDEN_STATE in (args.critic_options.prompt, args.reference_prompt):
-        remedy = "pass one as `environment_factory`, or rename a column of that name"
         raise ValueError(
-            f"A prompt {HIDDEN_STATE!r} needs an environment with that method; {remedy}."
+            f"A prompt {HIDDEN_STATE!r} needs an environment with that method; pass one as "
+            "`environment_factory`, or rename a column of that name."
         )
     columns = set(args.other_prompts.values()) - {HIDDEN_STATE}
     if columns and (environments.has_instances or environments.rollout_func):
-        wrong = (
-            "`reference_prompt` or `critic_kwargs['prompt']`: it lacks what an environment adds "
-            "to the prompt"
-        )
         raise ValueError(
-            f"The column {columns.pop()!r} cannot be {wrong}; use 'hidden_state' of an environment."
+            f"The column {columns.pop()!r} cannot be `reference_prompt` or "
+            "`critic_kwargs['prompt']`: it lacks what an environment adds to the prompt; use "
+            "'hidden_state' of an environment."
         )
     if HIDDEN_STATE not in args.other_prompts.values():
         for name in with_state:
@@ -139,11 +138,10 @@ def settle_trainer_arguments(
     if curriculum is not None and (
         isinstance(train_dataset, IterableDataset) or args.vllm_options.overlap_rollouts
     ):
-        wrong = (
-            "does not work with a stream, or with `overlap_rollouts`, which samples before the "
-            "scores are known"
+        raise ValueError(
+            "`curriculum` does not work with a stream, or with `overlap_rollouts`, which samples "
+            "before the scores are known; pass a `Dataset`, or remove the other."
         )
-        raise ValueError(f"`curriculum` {wrong}; pass a `Dataset`, or remove the other.")
     if isinstance(train_dataset, dict):
         raise TypeError(
             "`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`."

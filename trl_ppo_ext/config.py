@@ -603,20 +603,16 @@ class PPOConfig(TRLFields, TrainingArguments):
         estimator = self.advantage_estimator
         compares = estimator in ("grpo", "dr_grpo", "rloo")
         if compares and self.num_generations < 2:
-            needed = (
-                f"at least 2 for `advantage_estimator={estimator!r}`, which compares completions "
-                "of a prompt"
-            )
             raise ValueError(
-                f"`num_generations` must be {needed}, got {self.num_generations}; use e.g. 8."
+                f"`num_generations` must be at least 2 for `advantage_estimator={estimator!r}`, "
+                f"which compares completions of a prompt, got {self.num_generations}; use e.g. 8."
             )
         normalizes_each = self.multi_objective_aggregation == "normalize_then_sum"
         if self.drop_equal_groups:
             if not compares:
-                needed = "`critic='none'` and an `advantage_estimator` over groups, e.g. 'grpo'"
                 raise ValueError(
-                    f"`drop_equal_groups=True` needs {needed}, got {estimator!r}; others learn "
-                    "from all."
+                    "`drop_equal_groups=True` needs `critic='none'` and an `advantage_estimator` "
+                    f"over groups, e.g. 'grpo', got {estimator!r}; others learn from all."
                 )
             if self.reward_kl or self.reference_prompt or normalizes_each:
                 raise ValueError(
@@ -692,11 +688,10 @@ class PPOConfig(TRLFields, TrainingArguments):
                 f"`kl_horizon={self.kl_horizon}` needs a `kl_target`; set one, or remove it."
             )
         if self.reference_prompt is not None and self.kl_coef == 0:
-            given = (
+            raise ValueError(
                 f"`reference_prompt={self.reference_prompt!r}` needs a `kl_coef` above 0, or "
-                "nothing reads it"
+                "nothing reads it; set 1 to distill, less beside a reward, or remove it."
             )
-            raise ValueError(f"{given}; set 1 to distill, less beside a reward, or remove it.")
         kl = self.kl_estimator, self.kl_placement
         if self.kl_coef and kl in _WEAK_KL:
             logger.warning(
@@ -714,10 +709,10 @@ class PPOConfig(TRLFields, TrainingArguments):
                 usable = "'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn'"
             else:
                 usable = "'gae'"
-            given = (
-                f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`"
+            raise ValueError(
+                f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`; "
+                f"use {usable}."
             )
-            raise ValueError(f"{given}; use {usable}.")
         self._check_groups()
         level = self.advantage_level
         if level != "token" and no_critic and (level, estimator) != ("turn", "rebn"):
@@ -742,8 +737,10 @@ class PPOConfig(TRLFields, TrainingArguments):
                 )
         prompt = options.prompt
         if prompt is not None and self.critic != "adapter":  # others read states of the policy
-            given = f"`critic_kwargs={{'prompt': {prompt!r}}}`"
-            raise ValueError(f"{given} needs `critic='adapter'`, got {self.critic!r}.")
+            raise ValueError(
+                f"`critic_kwargs={{'prompt': {prompt!r}}}` needs `critic='adapter'`, got "
+                f"{self.critic!r}."
+            )
         if self.critic == "adapter" and not options.backprop:
             raise ValueError(
                 "`critic_kwargs['backprop']` must be True for `critic='adapter'`, which would not "
@@ -771,11 +768,10 @@ class PPOConfig(TRLFields, TrainingArguments):
                 ", ".join(idle),
             )
         for name in names & set(TABLES["generation_kwargs"][self.generation_backend]):
-            why = (
-                "which follows from the run or the clock, or samples otherwise; remove it, or set "
-                "a field"
+            raise ValueError(
+                f"`generation_kwargs` holds `{name}`, which follows from the run or the clock, or "
+                "samples otherwise; remove it, or set a field."
             )
-            raise ValueError(f"`generation_kwargs` holds `{name}`, {why}.")
         if not uses_vllm:
             for name in names - vars(GenerationConfig()).keys():
                 raise ValueError(
@@ -791,8 +787,10 @@ class PPOConfig(TRLFields, TrainingArguments):
                 "`stop_strings` needs `generation_backend='transformers'`; or use `stop_token_ids`."
             )
         if self.vllm_mode == "server" and (self.generation_kwargs or self.vllm_enable_sleep_mode):
-            given = "`generation_kwargs` and `vllm_enable_sleep_mode` are those of a colocated vLLM"
-            raise ValueError(f"{given}; remove them, and configure the server where you start it.")
+            raise ValueError(
+                "`generation_kwargs` and `vllm_enable_sleep_mode` are those of a colocated vLLM; "
+                "remove them, and configure the server where you start it."
+            )
         is_address = self.vllm_server_base_url is None
         with suppress(ValueError):  # e.g. a port above 65535
             url = urlsplit(self.vllm_server_base_url or "")
@@ -800,9 +798,9 @@ class PPOConfig(TRLFields, TrainingArguments):
                 url.scheme in ("http", "https") and url.hostname and url.port != 0
             )
         if not is_address:
-            needed = "must start with http:// or https://, and have a host and a port up to 65535"
             raise ValueError(
-                f"`vllm_server_base_url` {needed}, got {shown('', self.vllm_server_base_url)}."
+                "`vllm_server_base_url` must start with http:// or https://, and have a host and "
+                f"a port up to 65535, got {shown('', self.vllm_server_base_url)}."
             )
         changed = [
             f"`{name}={x}`"
@@ -810,12 +808,9 @@ class PPOConfig(TRLFields, TrainingArguments):
             if (x := getattr(self, name)) not in (None, off)
         ]
         if changed and self.vllm_importance_sampling_correction:
-            given = (
-                f"{', '.join(changed)} changes the distribution that vLLM samples from, not the "
-                "policy's"
-            )
             raise ValueError(
-                f"{given}, so their ratio would be biased; remove it, or set "
+                f"{', '.join(changed)} changes the distribution that vLLM samples from, not the "
+                "policy's, so their ratio would be biased; remove it, or set "
                 "`vllm_importance_sampling_correction=False`."
             )
 

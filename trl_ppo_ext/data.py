@@ -208,12 +208,14 @@ def encode(
         if fields.get("tool_calls"):
             kinds = str | list | None
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), kinds):
-            needed = 'a mapping with a "role" and a "content" that are text'
-            raise PromptError(f"Message {place} must be {needed}, got {described(message)}.")
+            raise PromptError(
+                f'Message {place} must be a mapping with a "role" and a "content" that are text, '
+                f"got {described(message)}."
+            )
     if tokenizer.chat_template is None and "chat_template" not in template_kwargs:
-        needed = "set `tokenizer.chat_template`, or use text"
         raise PromptError(
-            f"The row has chat messages, but the tokenizer has no chat template; {needed}."
+            "The row has chat messages, but the tokenizer has no chat template; set "
+            "`tokenizer.chat_template`, or use text."
         )
     parts = [message["content"] for message in prompt if isinstance(message.get("content"), list)]
     if any(
@@ -321,9 +323,9 @@ def _check_columns(dataset: Any, name: str, others: Mapping[str, str]) -> None:
             "name; rename it (`dataset.rename_column`), or drop it."
         )
     for column in {"image", "images"} & set(columns):
-        remedy = f"drop it (`dataset.remove_columns({column!r})`) to train on the text"
         raise PromptError(
-            f"`{name}` has a column {column!r}, but images are not supported; {remedy}."
+            f"`{name}` has a column {column!r}, but images are not supported; drop it "
+            f"(`dataset.remove_columns({column!r})`) to train on the text."
         )
 
 

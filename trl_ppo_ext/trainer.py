@@ -952,7 +952,8 @@ class _StepCallback(TrainerCallback):
         trainer._last_step = state.global_step
         if trainer._resumed is None:
             return
-        (checkpoint, tensors), trainer._resumed = trainer._resumed, None
+        checkpoint, tensors = trainer._resumed
+        trainer._resumed = None
         resume.load_run_state(trainer, tensors)
         state.compute_steps(args, state.max_steps)  # the Trainer has loaded those of the checkpoint
         for name, states in state.stateful_callbacks.items():

@@ -138,11 +138,9 @@ class _Layer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.memory = key_states[:, :, :0], value_states[:, :, :0]
-        start, size, (rows, _, new, _) = (
-            self.get_seq_length(),
-            self.memory[0].shape[2],
-            key_states.shape,
-        )
+        start = self.get_seq_length()
+        size = self.memory[0].shape[2]
+        rows, _, new, _ = key_states.shape
         end = start + new
         if end > size:  # zeros, since masked columns that no row has written must be finite
             self.memory = tuple(
@@ -230,10 +228,9 @@ class TransformersGenerator(Generator):
         self.config = GenerationConfig(**settings | cast(dict, args.generation_kwargs or {}))
         self.stop_token_ids = frozenset(self.config.eos_token_id)
         try:
-            if strings := args.stop_strings:
-                self.stop_strings = StopStringCriteria(tokenizer, strings)
-            else:
-                self.stop_strings = None
+            self.stop_strings = None
+            if args.stop_strings:
+                self.stop_strings = StopStringCriteria(tokenizer, args.stop_strings)
         except ValueError as error:
             raise ValueError(
                 f"`stop_strings` are not supported by this tokenizer ({error}); use "
@@ -274,12 +271,10 @@ class TransformersGenerator(Generator):
 
         Log-probs of their tokens are appended to `sampled_logprobs`, unless that is `None`.
         """
-        (ids, mask), width, is_turn, longest = (
-            inputs,
-            inputs[0].shape[1],
-            cache is not None,
-            max(rooms),
-        )
+        ids, mask = inputs
+        prompt_width = ids.shape[1]
+        is_turn = cache is not None
+        longest_room = max(rooms)
         ends = _Ends(self, ids, rooms)
         options = dict[str, Any](synced_gpus=False)
         sampled_logprobs = _SampledLogprobs(self.temperature or 1.0)
@@ -288,24 +283,23 @@ class TransformersGenerator(Generator):
             cache = cache or self.new_cache()
             options[str(self.cache_argument)] = cache
             for layer in cache.layers:
-                layer.length = width + longest
+                layer.length = prompt_width + longest_room
         config = copy(self.config)
-        config.temperature = self.temperature or 1.0
-        if self.temperature:
-            config.top_k = config.top_k
-        else:
+        is_greedy = self.temperature == 0
+        config.temperature = 1.0 if is_greedy else self.temperature
+        if is_greedy:
             config.top_k = 1
         # rows by place in the cache
         rows = list(range(len(ids)))
         completions = dict[int, list[int]]()
         logprobs: list[list[float]] = [[] for _ in rows]
         while True:
-            config.max_new_tokens = width + longest - ids.shape[1]
+            config.max_new_tokens = prompt_width + longest_room - ids.shape[1]
             begin = ids.shape[1]
             with self.accelerator.autocast(), self._recording(sampled_logprobs):
                 ids = self.actor_critic.sample(ids, mask, config, **options)
             self._note_logprobs(sampled_logprobs, rows, ids.shape[1] - begin, logprobs)
-            sampled = torch.cat([ends.lengths[:, None], ids[:, width:]], 1).tolist()
+            sampled = torch.cat([ends.lengths[:, None], ids[:, prompt_width:]], 1).tolist()
             completions |= {
                 row: cut_at_stop(x[:end], self.stop_token_ids)
                 for row, (end, *x) in zip(rows, sampled)

@@ -452,11 +452,10 @@ class ActorCritic(nn.Module):
                     f"The logits of {type(base).__name__} must be finite, got NaN or inf; check "
                     "its weights, or load it in bfloat16."
                 )
-            wrong = (
-                "changes its logits after the output projection, in a way that log-probs ignore; "
-                "use another model"
+            raise ValueError(
+                f"{type(base).__name__} changes its logits after the output projection, in a way "
+                "that log-probs ignore; use another model."
             )
-            raise ValueError(f"{type(base).__name__} {wrong}.")
         # a row that is padded on the left, as for sampling, or packed differs from the row alone by
         # rounding only
         rows = Sequences.from_token_ids([[3, 2, 1], [0]], [[0, 1], [1, 2, 3]], 0, self.device)
@@ -477,8 +476,10 @@ class ActorCritic(nn.Module):
                 self.why_not_packed = f"{type(base).__name__} mixes rows that are packed"
         # also padded on the right, if not packed
         if differs(padded) or differs(self._hidden_states(rows)[2:]):
-            wrong = "does not ignore padding; use a causal model that reads the attention mask"
-            raise ValueError(f"{type(base).__name__} {wrong}.")
+            raise ValueError(
+                f"{type(base).__name__} does not ignore padding; use a causal model that reads the "
+                "attention mask."
+            )
         self._is_checked = True
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -159,11 +159,10 @@ def _starting_config(model: Any, peft_config: Any) -> Any:
     if not isinstance(model, str) and any(
         isinstance(module, BaseTunerLayer) for module in model.modules()
     ):
-        remedy = (
-            "pass the base and the adapter's path as `peft_config`; after another trainer, "
-            "`unload()` its model"
+        raise ValueError(
+            "`model` holds an adapter, but is not a `PeftModel`; pass the base and the adapter's "
+            "path as `peft_config`; after another trainer, `unload()` its model."
         )
-        raise ValueError(f"`model` holds an adapter, but is not a `PeftModel`; {remedy}.")
     if isinstance(peft_config, str):
         config = read_adapter_config(peft_config)
         if config is None:

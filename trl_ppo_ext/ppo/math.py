@@ -342,10 +342,8 @@ def explained_variance(
 
     It is 0 if the returns are equal up to rounding.
     """
-    unexplained, (mean, variance) = (
-        masked_var(returns - values, mask, all_sum),
-        _moments(returns, mask, all_sum),
-    )
+    unexplained = masked_var(returns - values, mask, all_sum)
+    mean, variance = _moments(returns, mask, all_sum)
     varies = variance > 1e-12 * mean**2
     return torch.where(varies, 1 - unexplained / variance, 0)
 
