@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 # by their names in safetensors files
 PLAIN_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-ROUNDING = 2.0**-8  # of a number in bfloat16
+ROUNDING = 2.0**-7  # of a number in bfloat16, and before in float16
 TINY = 2.0**-24  # the smallest number of float16
 
 

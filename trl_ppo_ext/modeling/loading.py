@@ -225,7 +225,7 @@ def name_of_loader(model: PreTrainedModel) -> str:
     is loaded."""
     kinds = {"AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING}
     kinds["AutoModelForImageTextToText"] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    is_part = bool(model.config.base_config_key)  # of a config that the folder may have instead
+    is_part = model.config.model_type.endswith("_text")  # of a model whose folder it may be
     for name, classes in kinds.items():
         if classes.get(type(model.config), None) is type(model) and not is_part:
             return name
