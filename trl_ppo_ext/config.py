@@ -839,7 +839,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     def without_rewards(self) -> "PPOConfig":
         """Settings of a run without any reward: with the KL in the loss, a critic has nothing to
         predict."""
-        sets_critic = {"critic", "advantage_level"} | set(_CRITIC_ONLY) & set(self.changed_fields)
+        of_critics = {"critic", "advantage_level"} | set(_CRITIC_ONLY)
+        sets_critic = of_critics & set(self.changed_fields)
         if self.reward_kl is not None or self.missing_eos_penalty is not None or sets_critic:
             return self
         args = copy(self)

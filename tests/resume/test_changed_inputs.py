@@ -204,7 +204,7 @@ def test_curriculum_of_another_code_is_refused(tmp_path, change):
 
 def test_curriculum_notices_one_row_of_many(tmp_path):
     trainer(tmp_path, curriculum=favors(1.0), max_steps=1, train_dataset=prompts(1000)).train()
-    with pytest.raises(CheckpointError, match=r"train_dataset \(was '1000 rows"):
+    with pytest.raises(CheckpointError, match=r"rows of the curriculum \(was '1000 rows"):
         again = trainer(tmp_path, curriculum=favors(1.0), max_steps=1, train_dataset=other_row(501))
         again.train(resume_from_checkpoint=True)
 

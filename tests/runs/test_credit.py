@@ -187,9 +187,9 @@ def test_new_critic_of_both_levels_is_fitted_to_returns_over_turns(tmp_path):
     )
     fits = []
     head = run.actor_critic.value_head
-    begin = run.actor_critic.value_head.begin
-    head.begin = lambda recorded, targets, *rest: (
-        fits.append(targets) or begin(recorded, targets, *rest)
+    fit = head.fit
+    head.fit = lambda recorded, targets, *rest: (
+        fits.append(targets) or fit(recorded, targets, *rest)
     )
     rollout, _ = first_rollout(run)
     mask = rollout.response_mask

@@ -283,7 +283,7 @@ def test_extra_installs_the_vllm_that_is_tested():
         (ROOT / name).read_text() for name in ("tests/with_vllm/install.py", "docs/generation.md")
     )
     version, transformers = (
-        re.search(x, script)[1] for x in ('VLLM, .* = "(.*)", "', r"transformers==([\d.]+)")
+        re.search(x, script)[1] for x in ('VLLM = "(.*)"', r"transformers==([\d.]+)")
     )
     assert f"vllm=={version};" in setup()["options.extras_require"]["vllm-colocate"]
     assert f"Tested: vLLM {version}," in page and f"with transformers {transformers}," in page

@@ -280,7 +280,7 @@ def test_errors_are_void_whichever_run_wrote_last(tmp_path):
     path = tmp_path / ANSWERS / "0-0.jsonl"
     Record(path, run="this run").add("k", ValueError("server down"))
     Record(path, run="another").add("k", 1)
-    assert isinstance(Record(path, run="this run").answers["k"], ValueError)
+    assert str(Record(path, run="this run").answers["k"]) == "server down"
     void_errors(str(tmp_path), 0)
     assert not Record(path, run="this run").answers and Record(path, run="another").answers
 
