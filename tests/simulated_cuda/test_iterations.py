@@ -27,7 +27,7 @@ ROLLOUT = {
 WITH_CRITIC = {
     "math.py:add": 2,
     "math.py:outlier": 1,
-    "rollouts.py:outlying": 1,
+    "credit.py:outlying": 1,
     "places.py:add": 1,
 }
 PLAIN = WITH_CRITIC | {"math.py:whiten": 1}
