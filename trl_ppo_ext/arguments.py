@@ -62,7 +62,7 @@ def settle_trainer_arguments(
     environments: Environments,
     curriculum: Callable | None = None,
 ) -> None:
-    """Check the arguments of [`PPOTrainer`] before anything is loaded."""
+    """Check the arguments of [`PPOTrainer`] before anything is loaded, and set what they imply."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
     if args.n_gpu > 1:
@@ -184,9 +184,8 @@ def context_of(config: Any) -> tuple[int | None, str]:
     length = getattr(config, "max_position_embeddings", None)
     reason = ""
     settings = getattr(config, "rope_parameters", None) or {}
-    for rope in [settings] + list(
-        settings.values()
-    ):  # one for all layers, or one per type of layer
+    # one for all layers, or one per type of layer
+    for rope in [settings, *settings.values()]:
         if isinstance(rope, dict):
             kind = rope.get("rope_type")
         else:

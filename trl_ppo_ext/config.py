@@ -637,7 +637,10 @@ class PPOConfig(TRLFields, TrainingArguments):
             )
 
     def resolve_values(self) -> None:
-        """Raise a `ValueError` if a value is out of range, unsupported, or contradicts another."""
+        """Build the options, and set what depends on other fields.
+
+        Raises a `ValueError` if a value is out of range, unsupported, or contradicts another.
+        """
         # 1. Each value
         check_limits(self)
         mappings: list[Any] = []

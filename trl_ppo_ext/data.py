@@ -73,10 +73,8 @@ def load_splits(
     """Load all splits of a dataset."""
     path = Path(name)
     # a name that can only be a path is not looked up on the Hub
-    is_path = name.startswith(("/", "./", "../")) or path.suffix in list(FILE_FORMATS) + [
-        ".csv",
-        ".txt",
-    ]
+    suffixes = [*FILE_FORMATS, ".csv", ".txt"]
+    is_path = name.startswith(("/", "./", "../")) or path.suffix in suffixes
     if is_path and not path.exists():
         raise ValueError(
             f"`{argument}={name!r}` does not exist; the working directory is {os.getcwd()}. "

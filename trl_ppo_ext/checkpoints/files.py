@@ -283,7 +283,8 @@ def _code_of(x: Any, depth: int = 8) -> Any:
     if depth == 0 or isinstance(x, str | int | float | bool | None):
         return x if isinstance(x, str | int | float | bool | None) else type(x).__name__
     if isinstance(x, Mapping):
-        return ["mapping", sorted([repr(key), inner(value)] for key, value in x.items())]
+        entries = [json.dumps([inner(key), inner(value)]) for key, value in x.items()]
+        return ["mapping", sorted(entries)]
     if isinstance(x, set | frozenset):
         return ["set", sorted(json.dumps(inner(value)) for value in x)]
     if isinstance(x, list | tuple):

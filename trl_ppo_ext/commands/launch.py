@@ -154,17 +154,16 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Help of the fields that are not inherited, in a sentence each."""
 
     def add_argument(self, action: argparse.Action) -> None:
-        if action.dest not in set(INHERITED) | set(NAMES) and not action.option_strings[
-            0
-        ].startswith("--no_"):
+        is_shown_elsewhere = action.dest in set(INHERITED) | set(NAMES)
+        first_option = next(iter(action.option_strings), "")
+        if not is_shown_elsewhere and not first_option.startswith("--no_"):
             short = copy(action)
             if action.choices:
                 choices = " One of %(choices)s."
             else:
                 choices = ""
-            # which prints no values
             short.option_strings = action.option_strings[:1]
-            short.nargs = 0
+            short.nargs = 0  # which prints no values
             short.help = re.split(r"(?<=\.) (?=[A-Z`])", action.help or "")[0] + choices
             short.default = argparse.SUPPRESS if action.default is None else action.default
             super().add_argument(short)
@@ -282,7 +281,7 @@ def _read_config(path: str) -> dict[str, Any]:
         if re.fullmatch(r"(?i)(http|https|all)_proxy", str(name)):
             raise ValueError(
                 f"`env` of a config file must not set `{name}`, through which keys could pass; "
-                f"export it in the shell, if the proxy may read keys and prompts."
+                "export it in the shell, if the proxy may read keys and prompts."
             )
     if variables and os.environ.get("RANK", "0") == "0":
         listed = shortened(", ".join(map(str, variables)))

@@ -159,9 +159,8 @@ class ChatFormat:
                     return ends[-1]
         if same == len(before) - 1 and {before[same], after[same]} <= self.special_ids:
             return same  # the last turn ends with another delimiter than earlier ones
-        # then the header of the next message ends it
         if same == len(before):
-            return len(before)
+            return len(before)  # then the header of the next message ends it
         return None
 
     def _read(self, turn: Any, prefix: Any, schemas: Any = None) -> dict[str, Any] | None:

@@ -318,7 +318,12 @@ def with_observation(prompt: Any, observation: Any) -> Any:
         case list():
             if prompt in (NO_PROMPT, ""):
                 return observation
-            return prompt + observation
+            if isinstance(prompt, str):
+                raise TypeError(
+                    "`reset` must return text beside a prompt of text, got messages; make the "
+                    "column 'prompt' messages, too."
+                )
+            return list(prompt) + observation
         case str() if isinstance(prompt, str):
             return prompt + observation
         case str():

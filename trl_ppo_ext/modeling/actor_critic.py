@@ -42,7 +42,6 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     }
     if others:
         return f"{type(model).__name__} has layers of {' and '.join(sorted(others))}"
-    # it may need more of the mask, e.g. chunks
     implementation = config._attn_implementation
     if implementation != "sdpa" and "flash" not in implementation:
         return f"`attn_implementation` is {implementation!r}"
@@ -424,10 +423,10 @@ class ActorCritic(nn.Module):
 
     @torch.no_grad()
     def prepare_forwards(self) -> None:
-        """Raise an error, at the first rollout, if log-probs would have other logits, or the model
-        reads padding.
+        """Choose, at the first rollout, whether rows are packed.
 
-        In a constructor, device and dtype would not be final.
+        Raises an error if log-probs would have other logits, or if the model reads padding. In a
+        constructor, device and dtype would not be final.
         """
         if self._is_checked:
             return

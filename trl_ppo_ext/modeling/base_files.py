@@ -17,8 +17,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 # by their names in safetensors files
 PLAIN_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-ROUNDING = 2.0**-7  # of a number in bfloat16, and before in float16
-TINY = 2.0**-24  # the smallest number of float16
+# dtypes in which a model may have been before the one that it has
+ROUNDINGS: tuple[tuple[torch.dtype, ...], ...] = (
+    (),
+    (torch.bfloat16,),
+    (torch.float16,),
+    (torch.float16, torch.bfloat16),
+    (torch.bfloat16, torch.float16),
+)
 
 
 def check_base_is_in_its_files(model: Any) -> None:
@@ -102,6 +108,13 @@ def _is_same(weight: Tensor, stored: Any) -> bool:
     if weight.dim() > 2 and shape[-1] == shape[-2]:  # it may have swapped them
         return True
     rows = [0, len(weight) // 2, len(weight) - 1]
-    kept = torch.cat([stored[row : row + 1] for row in rows]).float()
-    here = weight[rows].to("cpu").float()
-    return bool(((kept - here).abs() <= ROUNDING * kept.abs() + TINY).all())
+    kept = torch.cat([stored[row : row + 1] for row in rows])
+    here = weight[rows].to("cpu")
+    return any(torch.equal(_cast(kept, [*path, here.dtype]), here) for path in ROUNDINGS)
+
+
+def _cast(x: Tensor, dtypes: list[torch.dtype]) -> Tensor:
+    """Cast from one dtype to the next."""
+    for dtype in dtypes:
+        x = x.to(dtype)
+    return x

@@ -230,7 +230,9 @@ def name_of_loader(model: PreTrainedModel) -> str:
         if classes.get(type(model.config), None) is type(model) and not is_part:
             return name
     own_name = type(model).__name__
-    return own_name if hasattr(transformers, own_name) else "AutoModelForCausalLM"
+    if model.is_remote_code() or not hasattr(transformers, own_name):
+        return "AutoModelForCausalLM"
+    return own_name
 
 
 def load_base(

@@ -1,7 +1,8 @@
 """Credit: from rewards per token to advantages and targets, as a chain that is built once.
 
-A step is a pure function of the samples, the credit so far and the state of the run. A variant that
-a run does not have is not in its chain.
+A step takes the samples, the credit so far and the state of the run, and returns the next credit
+and state; it changes nothing of what it is given. A variant that a run does not have is not in its
+chain.
 """
 
 from contextlib import nullcontext
@@ -52,7 +53,10 @@ Stepped = tuple[Credit, RunState]
 
 
 def build_credit(roles: Roles, metrics: Metrics) -> list[CreditStep]:
-    """Steps of a run, in their order. No other function chooses between them."""
+    """Steps of a run, in their order. No other function chooses between them.
+
+    Their settings are read here, once; the critic's step logs to `metrics`.
+    """
     args = roles.args
     all_sum = roles.all_sum
     has_critic = roles.actor_critic.value_head is not None

@@ -231,7 +231,7 @@ class SamplerComparison:
             for name, x in actor_critic.policy_parameters().items()
         }
         policies = self.policies
-        self.policies = [now] + self.policies[: self.kept]
+        self.policies = ([now] + self.policies)[: self.kept]
         if not policies or self.tolerance is None:
             return
         some = sequences.rows(torch.arange(min(COMPARED, len(sequences))))

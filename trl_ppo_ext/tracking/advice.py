@@ -148,9 +148,8 @@ class Curves:
 
     def outcome(self) -> str:
         """Sentence on the trend of the reward and the KL."""
-        # without the sign of 0
         x = self.reward
-        kl = round(self.kl.end, 2) + 0.0
+        kl = round(self.kl.end, 2) + 0.0  # without the sign of 0
         if len(x.values):
             goes = f"stays at {number(x.end)}"
         else:

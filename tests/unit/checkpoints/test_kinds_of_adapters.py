@@ -265,6 +265,15 @@ def test_base_that_was_rounded_twice_is_that_of_its_files(tmp_path):
     check_base_is_in_its_files(model.to(torch.bfloat16))
 
 
+def test_small_change_in_the_dtype_of_the_files_is_seen(tmp_path):
+    llama().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        model.model.norm.weight *= 1.001
+    with pytest.raises(ValueError, match=r"got 1 others, e\.g\. `model.norm.weight`"):
+        check_base_is_in_its_files(model)
+
+
 def test_dequantized_base_is_not_compared_with_packed_numbers(tmp_path):
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     llama(hidden_size=64).save_pretrained(tmp_path / "plain")

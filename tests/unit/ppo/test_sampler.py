@@ -210,6 +210,7 @@ def test_old_adapter_must_fit_better_over_many_tokens_and_may_be_accepted(tmp_pa
     change = (before.logprobs - now.logprobs).masked_fill(~mask, 0)
     sampled.flatten()[change.abs().argmax()] += 1000 * change.flatten()[change.abs().argmax()]
     comparison.compare_with_last_adapter(built, batch, now, sampled, mask)
+    assert len(comparison.policies) == comparison.kept  # each is a copy on the device
     comparison.policies = first
     with (
         pytest.raises(SamplerError, match="fit the adapter of the rollout before")
