@@ -14,8 +14,7 @@ Tasks:
 - reverse: three words written backwards, by the letters in their place, after a warm start
   (reverse.py).
 - length: the reward of the exercise in Hugging Face's course (chapter 12), answers of 50
-  characters, with questions of
-  our own, since its dataset is on the Hub; in bfloat16.
+  characters, with questions of our own, since its dataset is on the Hub; in bfloat16.
 """
 
 import argparse

@@ -51,8 +51,7 @@ class CriticOptions:
     """Whether the value loss of `critic="head"` also trains the policy's adapter."""
     prompt: str | None = None
     """Column with the prompt of the critic (text or chat messages), in which it may read what the
-    policy must not
-    know, such as the answer. Needs `critic="adapter"`."""
+    policy must not know, such as the answer. Needs `critic="adapter"`."""
     warmup_steps: int = number(0, at_least=0)
     """Optimizer steps in which only the critic learns."""
     lam: float = number(1.0, at_least=0, at_most=1)
@@ -64,9 +63,8 @@ class CriticOptions:
     """α of λ = 1 − 1/(α·length), which replaces `lam` for the policy."""
     bootstrap_truncated: bool = False
     """Whether the critic's value stands for what would have followed a completion that
-    `max_completion_length` or
-    `max_tool_calling_iterations` of a plain environment truncated, as after episodes that this
-    truncates itself.
+    `max_completion_length` or `max_tool_calling_iterations` of a plain environment truncated, as
+    after episodes that this truncates itself.
     """
 
 
@@ -81,9 +79,8 @@ class VLLMOptions:
     its updates."""
     max_logp_difference: float | None = number(None, above=0)
     """End the run when log-probs of policy and sampler differ by more than this in the mean of a
-    rollout: then vLLM
-    samples from other weights. What `top_p`, `top_k` and `min_p` explain does not count. Default:
-    0.1 nats, 0.01 in float32, none with `repetition_penalty`.
+    rollout: then vLLM samples from other weights. What `top_p`, `top_k` and `min_p` explain does
+    not count. Default: 0.1 nats, 0.01 in float32, none with `repetition_penalty`.
     """
 
 
@@ -129,8 +126,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     """
     cast_lm_head_to_fp32: bool = False
     """Compute logits in float32 also while sampling with transformers, and from numbers that
-    autocast does not round.
-    Log-probs always have float32 logits."""
+    autocast does not round. Log-probs always have float32 logits."""
     trust_remote_code: bool = False
     """Whether models and tokenizers may run code."""
 
@@ -185,12 +181,11 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_server_base_url: str | None = None
     """Address of the server, by default http://127.0.0.1:8000.
 
-    It must see `output_dir` under the same path. Its key
-    is read from the environment variable `VLLM_API_KEY`."""
+    It must see `output_dir` under the same path. Its key is read from the environment variable
+    `VLLM_API_KEY`."""
     vllm_server_timeout: float = number(240.0, above=0)
     """Seconds to wait for a server that cannot be reached, e.g. while it starts, or does not
-    answer. Completions may
-    take a second per token longer."""
+    answer. Completions may take a second per token longer."""
     vllm_gpu_memory_utilization: float = number(0.3, above=0, at_most=1)
     """Share of the GPU's memory for a colocated vLLM, with its copy of the base."""
     vllm_max_model_length: int | None = number(None, at_least=1)
@@ -203,8 +198,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     `overlap_rollouts`."""
     vllm_importance_sampling_mode: SamplerCorrection = "token_truncate"
     """The ratio of each `"token_..."` or the `"sequence_..."`, which is near 0 for most long
-    completions; above the
-    limit, `"..._truncate"` sets it to the limit, `"..._mask"` to 0."""
+    completions; above the limit, `"..._truncate"` sets it to the limit, `"..._mask"` to 0."""
     vllm_importance_sampling_clip_max: float | None = number(3.0, above=0)
     """Largest ratio."""
     vllm_kwargs: dict[str, Any] | str | None = None
@@ -231,8 +225,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Completions per forward of a reward model."""
     reward_label: int | str | list[int | str | None] | None = None
     """Label that is the reward, for reward models with several: its name, or its number counted
-    from 0. A list has one
-    for each reward, and then for each monitored one, with `None` for those without labels."""
+    from 0. A list has one for each reward, and then for each monitored one, with `None` for those
+    without labels."""
     reward_on_error: Literal["raise", "skip"] = "raise"
     """When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion."""
     max_reward_failures: float = number(0.5, at_least=0, at_most=1)
@@ -240,8 +234,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     normalize_rewards: bool = False
     """Whether to normalize scores by their running mean and standard deviation.
 
-    Rewards before the last token are only
-    scaled, and the mean is that of the rest. Each of several environments has its own."""
+    Rewards before the last token are only scaled, and the mean is that of the rest. Each of several
+    environments has its own."""
     missing_eos_penalty: float | None = number(None, at_least=0)
     """Penalty subtracted from the score of a truncated completion."""
     mask_truncated_completions: bool = False
@@ -256,8 +250,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     `generation_batch_size`."""
     kl_coef: float = number(0.0, at_least=0)
     """Coefficient of the KL penalty. 0, which suits rewards that cannot be hacked, skips the
-    reference's forward, and
-    the KL is not logged. With a reward model, 0.05 is usual."""
+    reference's forward, and the KL is not logged. With a reward model, 0.05 is usual."""
     kl_estimator: Literal["k1", "k2", "k3", "exact"] | None = None
     """Per-token KL: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"` over
     all tokens. Default:
@@ -276,8 +269,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     know, such as the answer: the KL then distills. `"hidden_state"` is that of an environment."""
     target_kl: float | None = number(0.3, above=0)
     """Stop a rollout's updates when the policy has moved this far since sampling, in nats per
-    token. The clip bounds
-    gradients, not what Adam's momentum adds. `None` never stops."""
+    token. The clip bounds gradients, not what Adam's momentum adds. `None` never stops."""
     advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce", "rebn"] | None = (
         None
     )
@@ -290,21 +282,20 @@ class PPOConfig(TRLFields, TrainingArguments):
     the loss."""
     advantage_level: Literal["token", "turn", "both"] = "token"
     """With tools or an environment, `"turn"` gives all tokens of a turn one advantage: rewards are
-    summed over a turn,
-    values are those at its first token, and `gamma` and `lam` count turns. `"both"` counts turns
-    too, but each token has its own value and the rewards after it.
+    summed over a turn, values are those at its first token, and `gamma` and `lam` count turns.
+    `"both"` counts turns too, but each token has its own value and the rewards after it.
     """
     critic: Literal["head", "side", "adapter", "none"] = "side"
     """`"side"` network on states of several layers and the position (nothing flows back into the
-    policy), value
-    `"head"` on the policy's last state, value head on an `"adapter"` of its own, or `"none"`."""
+    policy), value `"head"` on the policy's last state, value head on an `"adapter"` of its own, or
+    `"none"`."""
     critic_learning_rate: float | None = number(None, above=0)
     """Learning rate of the critic. Defaults to 1e-3 for `critic="side"`, else to `learning_rate`.
     """
     normalize_values: bool | None = None
     """Whether values are predicted in units of the returns, so that nothing depends on the rewards'
-    scale, and enter
-    the baseline as far as they fit the returns. Defaults to `True` with a critic."""
+    scale, and enter the baseline as far as they fit the returns. Defaults to `True` with a critic.
+    """
     critic_kwargs: dict[str, Any] | str | None = None
     """Rarer settings of a critic: `backprop`, `prompt`, `warmup_steps`, `lam`, `lam_length_alpha`,
     `bootstrap_truncated`. See docs/fields.md."""
@@ -323,9 +314,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Ratio per `"token"` or `"sequence"`, the latter normalized by length."""
     loss_aggregation: Literal["token", "sequence_mean", "sequence_sum", "constant"] | None = None
     """Mean over `"token"`s (default), over completions of their `"sequence_mean"` (default of GRPO)
-    or
-    `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of Dr.
-    GRPO).
+    or `"sequence_sum"` (of RLOO, REINFORCE), or `"constant"`: that / `max_completion_length` (of
+    Dr. GRPO).
     """
     top_entropy_quantile: float = number(1.0, above=0, at_most=1)
     """Share of a rollout's tokens that have an advantage, those of highest entropy; other losses
@@ -337,9 +327,8 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Coefficient of the value loss."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, aggregated as the loss is; TRL's is always a mean over
-    tokens. It is in units
-    of a rollout's advantages, their root mean square, so that the bonus weighs as beside whitened
-    ones.
+    tokens. It is in units of a rollout's advantages, their root mean square, so that the bonus
+    weighs as beside whitened ones.
     """
     gamma: float = number(1.0, at_least=0, at_most=1)
     """Discount factor."""
@@ -357,8 +346,7 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     resume_from_checkpoint: str | None = None
     """Checkpoint from which `train()` resumes, `True` for the latest valid one in `output_dir`, or
-    `False` to begin
-    anew and move those of an earlier run aside."""
+    `False` to begin anew and move those of an earlier run aside."""
     resume_with_changed_settings: bool = False
     """Whether a checkpoint may be resumed under settings that differ from those it was saved under.
     """

@@ -418,9 +418,8 @@ def tokenize_prompts(
     kinds: set[type] = set()  # of the prompts so far
     is_stream = isinstance(dataset, IterableDataset)
     if not is_stream:  # outside of `map`, which a cache may skip
-        for prompt in dataset.select(spread_indices(len(dataset), CHECKED_FOR_DELIMITERS))[
-            "prompt"
-        ]:
+        some_rows = dataset.select(spread_indices(len(dataset), CHECKED_FOR_DELIMITERS))
+        for prompt in some_rows["prompt"]:
             _warn_of_delimiters(prompt, name, tokenizer, chat_template_kwargs)
 
     def encode_row(row: dict) -> dict[str, list]:

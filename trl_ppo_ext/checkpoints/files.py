@@ -279,9 +279,11 @@ def _code_of(x: Any, depth: int = 8) -> Any:
 
     Values of other kinds count by their type.
     """
+    if isinstance(x, str | int | float | bool | None):
+        return x
+    if depth == 0:  # what holds itself would have no end
+        return type(x).__name__
     inner = partial(_code_of, depth=depth - 1)
-    if depth == 0 or isinstance(x, str | int | float | bool | None):
-        return x if isinstance(x, str | int | float | bool | None) else type(x).__name__
     if isinstance(x, Mapping):
         entries = [json.dumps([inner(key), inner(value)]) for key, value in x.items()]
         return ["mapping", sorted(entries)]

@@ -30,8 +30,8 @@ ROUNDINGS: tuple[tuple[torch.dtype, ...], ...] = (
 def check_base_is_in_its_files(model: Any) -> None:
     """Raise a `ValueError` if weights of a base differ from the files that its config names.
 
-    Three rows of each tensor are compared. Tensors that are quantized, or have other names in the
-    files, are not, nor is a base whose files are not on this machine.
+    Three rows of each tensor are compared. Tensors that are quantized, or have other names or
+    layouts in the files, are not, nor is a base whose files are not on this machine.
     """
     name = model.config._name_or_path or ""
     differing = sorted(
@@ -42,7 +42,8 @@ def check_base_is_in_its_files(model: Any) -> None:
             f"`model` must have the weights of its files in `{name}`, which its adapter will name "
             f"as the base, got {len(differing)} others, e.g. `{differing[0]}`. If you merged an "
             "adapter or resized the embedding, save the model with its tokenizer by "
-            "`save_pretrained`, and load it from there."
+            "`save_pretrained`, and load it from there. An adapter that changes the base when it "
+            "begins, e.g. PiSSA, is not supported."
         )
 
 

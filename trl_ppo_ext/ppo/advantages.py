@@ -186,11 +186,9 @@ def in_groups_that_differ(
     scores: Tensor, usable: Tensor, group_size: int, gather: Reduction = torch.clone
 ) -> Tensor:
     """Whether the scores of a completion's group differ, at those of all ranks."""
-    deviations = ppo_math.dr_grpo_advantages(gather(scores), gather(usable), group_size).view(
-        -1, group_size
-    )
-    # exactly 0, if there is no spread
-    return (deviations != 0).any(1).repeat_interleave(group_size)
+    deviations = ppo_math.dr_grpo_advantages(gather(scores), gather(usable), group_size)
+    has_spread = deviations.view(-1, group_size) != 0  # it is exactly 0 without a spread
+    return has_spread.any(1).repeat_interleave(group_size)
 
 
 def of_groups(

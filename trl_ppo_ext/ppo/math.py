@@ -5,11 +5,9 @@ Tensors are `[batch, response]` unless noted otherwise. Arguments with these nam
 everywhere:
 
 - `logprobs`, `old_logprobs`, `ref_logprobs`: Log-probs of the sampled tokens under the current
-  policy (gradients flow
-  through these), under the policy that sampled, and under the reference.
+  policy (gradients flow through these), under the policy that sampled, and under the reference.
 - `response_mask`, `mask`: 1 at sampled tokens, or values, that count. Masked positions may hold any
-  finite number,
-  which never influences a result.
+  finite number, which never influences a result.
 - `turns`: Number of the turn at each sampled token that counts, and 0 at others, e.g. those that an
   environment wrote.
 - `all_sum`: Sums a tensor over ranks, for statistics of the global batch. Defaults to this rank
