@@ -26,10 +26,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
-    TrainerState,
 )
 from transformers.integrations import apply_liger_kernel
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
@@ -54,10 +52,12 @@ from .modeling.loading import add_critic_to_optimizer, load_actor_critic
 from .ppo.credit import build_credit
 from .ppo.guards import SamplerComparison, count_skipped
 from .ppo.metrics import Metrics, check_best_metric
+from .ppo.progress import Progress
 from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .private_names import warn_of_missing_names
+from .random_state import RandomState, fixed_seed
 from .rewards import (
     ClassifierReward,
     RewardError,
@@ -68,7 +68,7 @@ from .rewards import (
 )
 from .rewards.model import SequenceScorer
 from .rewards.process import ProcessScorer
-from .rewards.scoring import capture_random_state, fixed_seed, guarded
+from .rewards.scoring import guarded
 from .tracking.completions import (
     check_trackers,
     completions_table,
@@ -349,13 +349,12 @@ class PPOTrainer(Trainer):
         self.signals = resume.StopSignals()
         self.preempted = False
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
-        # checkpoint to resume from, and its run state
-        self._resumed: tuple[str, dict[str, Tensor]] | None = None
+        self._resumed: resume.Checkpoint | None = None  # its progress is still to be restored
         self._is_collecting = False
         self._evaluated = "eval"  # prefix of the last evaluation's metrics
         self._change = files.SettingsChange({}, set())  # from the checkpoint's settings
-        # undoes an unfinished step; None if that is impossible
-        self._return_to_step: Callable[[], None] | None = None
+        # returns the progress of the last complete optimizer step; None if the weights left it
+        self._last_complete: Callable[[], Progress] | None = None
         self._process_state = {
             kind: dict(kind._shared_state) for kind in (PartialState, AcceleratorState)
         }
@@ -396,7 +395,7 @@ class PPOTrainer(Trainer):
         start = time.perf_counter()
         is_last = self.accelerator.sync_gradients  # of its optimizer step
         if is_last and self.is_deepspeed_enabled:
-            self._return_to_step = None  # its backward takes the step
+            self._last_complete = None  # its backward takes the step
         if self.updates.stopped_early:
             loss = torch.zeros((), device=self.accelerator.device)
             self._takes_step = not is_last or self.updates.may_step()
@@ -553,6 +552,42 @@ class PPOTrainer(Trainer):
             set_learning_rate(optimizer, self.actor_critic.critic_parameters(), learning_rate)
         return optimizer
 
+    # ---- progress: what an optimizer step leaves to the next ----
+
+    def progress(self) -> Progress:
+        """All that the optimizer steps so far leave to the next one, besides weights and
+        optimizer."""
+        step = self.state.global_step
+        return Progress(
+            run=self.run_state,
+            rollout=self.updates.in_progress(step),
+            metrics=self._metrics["train"].state_dict(),
+            loss=self._tr_loss.clone(),
+            last_logged=self._globalstep_last_logged,
+            skipped=self._skipped,
+            tokens_seen=self.state.num_input_tokens_seen,
+            ahead=self.roles.player.generator.ahead,
+            random=RandomState.capture(self.accelerator.device),
+        )
+
+    def restore(self, progress: Progress) -> None:
+        """Continue from a step: of a checkpoint, or the last complete one after an error."""
+        self.run_state = progress.run
+        self.updates.reset()
+        if progress.rollout is not None:
+            with self.accelerator.autocast():
+                # the rest of the rollout is packed as its beginning was
+                self.actor_critic.prepare_forwards()
+            self.updates.resume(progress.rollout, self.state.global_step)
+        self._metrics["train"].load_state_dict(progress.metrics)
+        self._tr_loss = progress.loss.clone().to(self.accelerator.device)
+        self._globalstep_last_logged = progress.last_logged
+        self._skipped = progress.skipped
+        self.state.num_input_tokens_seen = progress.tokens_seen
+        self.roles.player.generator.ahead = progress.ahead
+        if progress.random is not None:
+            progress.random.restore()
+
     # ---- data ----
 
     def _restore_process_state(self) -> None:
@@ -585,11 +620,6 @@ class PPOTrainer(Trainer):
                 math.ceil(count / math.ceil(count / self.args.eval_batch_size)) if count else 1
             )
             return super()._get_dataloader(dataset, description, **kwargs)
-        self.updates.reset()  # drop the unfinished rollouts of an earlier `train()`
-        self.roles.player.generator.ahead = None
-        self._next_rows = []
-        self._tokens_since_log = 0
-        self._last_log = time.perf_counter()
 
         def steps() -> tuple[int, int]:
             step = self.state.global_step
@@ -723,9 +753,8 @@ class PPOTrainer(Trainer):
         self._resumed = None
         self.preempted = False
         checkpoint = None
-        self._return_to_step = None
+        self._last_complete = None
         self._change = files.SettingsChange({}, set())
-        self._metrics["train"].load_state_dict({})  # of a training that failed
         self._validity.clear()
         self._restore_process_state()
         check_callbacks(self.callback_handler.callbacks)
@@ -742,9 +771,9 @@ class PPOTrainer(Trainer):
         source = {"true": True, "false": False, "none": None}.get(str(source).lower(), source)
         with resume.locked(output_dir, is_writer):
             if source:
-                self._resumed = checkpoint, _ = resume.find_checkpoint(
-                    self, source, output_dir, is_writer
-                )
+                self._resumed = resume.find_checkpoint(source, self.args, self._inputs)
+                self._change = self._resumed.change
+                checkpoint = self._resumed.directory
             # a checkpoint of another directory begins a new run in this one
             in_place = (
                 checkpoint is not None
@@ -764,6 +793,8 @@ class PPOTrainer(Trainer):
                 )
                 distributed.on_every_rank(answers, runs=is_writer)
             self._begun = True
+            self.restore(Progress(self.run_state))  # an earlier training may have ended anywhere
+            self._next_rows = []
             # the Trainer would apply the kernels to the actor-critic, in vain
             uses_liger = self.args.use_liger_kernel
             self.args.use_liger_kernel = False
@@ -773,7 +804,7 @@ class PPOTrainer(Trainer):
                 except FAILURES as error:  # a callback may call `sys.exit()`
                     if isinstance(error, RewardError):
                         record.void_errors(output_dir, self.accelerator.process_index)
-                    save.save_after_error(self, error)
+                    self._save_after_error(error)
                     raise
                 finally:
                     self.args.use_liger_kernel = uses_liger
@@ -803,14 +834,13 @@ class PPOTrainer(Trainer):
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         files.load_actor_critic_weights(self.actor_critic, resume_from_checkpoint)
-        saved = RunState.from_json(files.load_state(resume_from_checkpoint)["run"])
-        # a tensor, which `load_run_state` restores
-        self.run_state = saved._replace(played=self.run_state.played)
-        if self.args.kl_target is None:  # a constant coefficient is the config's
-            self.run_state = self.run_state._replace(kl_coef=self.args.kl_coef)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        resume.load_rates(self, partial(super()._load_optimizer_and_scheduler, checkpoint))
+        load = partial(super()._load_optimizer_and_scheduler, checkpoint)
+        if self._change.listed:
+            resume.load_under_own_rates(self.optimizer, self.lr_scheduler, load)
+        else:
+            load()
 
     def _load_callback_state(self) -> None:
         """Leave callbacks to [`_StepCallback`]: the Trainer would replace the script's objects
@@ -826,7 +856,7 @@ class PPOTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         """Log, evaluate and save; then keep what the next optimizer step changes before it is
         complete."""
-        self._return_to_step = lambda: None  # this step is complete: there is nothing to undo
+        self._last_complete = self.progress  # nothing is unfinished
         step = self.state.global_step
         state = self.state
         ends = float(state.epoch).is_integer() or step >= state.max_steps
@@ -844,32 +874,13 @@ class PPOTrainer(Trainer):
             )
             self.control.should_save |= self.preempted
             super()._maybe_log_save_evaluate(*args, **kwargs)
-
-        restore_random_state = capture_random_state(self.accelerator.device)
-        loss = self._tr_loss.clone()
-        metrics = self._metrics["train"].state_dict()
-        run_state = self.run_state
-        skipped = self._skipped
-        stopped_early = self.updates.stopped_early
-        tokens = state.num_input_tokens_seen
-        ahead = self.roles.player.generator.ahead
-
-        def return_to_step() -> None:
-            restore_random_state()
-            self._tr_loss = loss
-            self.run_state = run_state
-            self._skipped = skipped
-            self.updates.stopped_early = stopped_early
-            self.state.num_input_tokens_seen = tokens
-            self.roles.player.generator.ahead = ahead
-            self._metrics["train"].load_state_dict(metrics)
-
-        self._return_to_step = return_to_step
+        complete = self.progress()
+        self._last_complete = lambda: complete
 
     def _finalize_training(self, *args, **kwargs) -> Any:
         """Finalize training; keep the checkpoint of a signal, and skip a damaged best
         checkpoint."""
-        self._return_to_step = None  # the weights may become those of the best checkpoint
+        self._last_complete = None  # the weights may become those of the best checkpoint
         if self.preempted:
             step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             if Path(self.args.output_dir, step) not in self._validity:
@@ -879,8 +890,21 @@ class PPOTrainer(Trainer):
             self._finish_current_push()
             self.is_in_train = False
             return None
-        save.settle_best_checkpoint(self)
+        self._settle_best_checkpoint()
         return super()._finalize_training(*args, **kwargs)
+
+    def _settle_best_checkpoint(self) -> None:
+        """Forget a best checkpoint that is damaged, or lies in the directory of another run."""
+        best = self.state.best_model_checkpoint
+        if best is None:
+            return
+        is_intact = save.is_intact(best, self.args.should_save)
+        if is_intact and os.path.samefile(Path(best).parent, cast(str, self.args.output_dir)):
+            return
+        # the run that this one resumed from: the Trainer would delete every checkpoint for it
+        if is_intact and self.args.load_best_model_at_end:
+            self._load_best_model()
+        self.state.best_model_checkpoint = None
 
     def end(self) -> None:
         """Finish the trackers and leave the process group, once, at the very end of a script."""
@@ -917,13 +941,82 @@ class PPOTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, delete older ones, and push it."""
-        final = save.write_checkpoint(self)
+        final = self._write_checkpoint()
         if final is not None and self.args.should_save:
             rotate(
                 final, self.args.save_total_limit, self.state.best_model_checkpoint, self._validity
             )
         if final is not None and self.args.push_to_hub:
             hub.push_in_background(self, str(final))
+
+    def _write_checkpoint(self) -> Path | None:
+        """Write a checkpoint from which the run continues bit for bit; none with NaN."""
+        args = self.args
+        state = self.state
+        output_dir = cast(str, args.output_dir)
+        final = Path(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+        # 1. All ranks gather what is not here, before one of them can fail to write.
+        weights = self.actor_critic.trained_weights()
+        if not save.are_finite(weights, final):
+            return None
+        optimizer = self._optimizer_state()
+        progress = self.progress().tensors()
+        # no interruption may choose the best
+        if state.best_global_step == state.global_step and self._save_is_due:
+            state.best_model_checkpoint = str(final)
+
+        # 2. Each writes its files.
+        def write(directory: Path) -> None:
+            if args.should_save:
+                self._write_model(str(directory), str(final), weights)
+                callbacks = self.callback_handler.callbacks
+                save.write_trainer_files(directory, optimizer, self.lr_scheduler, state, callbacks)
+            self._save_scaler(str(directory))
+            self._save_rng_state(str(directory))
+            save.write_progress(directory, args.process_index, progress)
+
+        def write_together(directory: Path) -> None:
+            # its ranks write together, and one that fails raises by itself
+            self.model_wrapped.save_checkpoint(str(directory), exclude_frozen_parameters=True)
+            self.accelerator.wait_for_everyone()
+
+        together = write_together if self.is_deepspeed_enabled else None
+        save.write_aside(final, write, together, is_writer=args.should_save)
+        self._validity[final] = True
+        record.forget(output_dir, args.process_index, before=state.global_step)
+        return final
+
+    def _optimizer_state(self) -> dict[str, Any] | None:
+        """State of the optimizer, unsharded; `None` with DeepSpeed, which writes its own."""
+        if self.is_deepspeed_enabled:
+            return None
+        if self.is_fsdp_enabled:
+            return distributed.unsharded_optimizer_state(self.optimizer)
+        return self.optimizer.state_dict()
+
+    def _save_after_error(self, error: BaseException) -> None:
+        """Save a checkpoint of the last complete step before an error leaves `train()`, and name
+        it in a note."""
+        last_complete = self._last_complete
+        self._last_complete = None
+        may_save = save.may_save_after(error, self.accelerator.num_processes)
+        if last_complete is None or not may_save:
+            return
+        try:
+            self.restore(last_complete())
+            final = self._write_checkpoint()
+        except Exception as failure:  # must not hide the first one
+            error.add_note(
+                "The optimizer steps since the last checkpoint are lost, saving failed too: "
+                f"{failure}"
+            )
+            return
+        if final is not None:
+            error.add_note(
+                f"`{final}` holds all optimizer steps so far; resume with "
+                "`resume_from_checkpoint=True`."
+            )
 
     def create_model_card(
         self, model_name: Any = None, dataset_name: Any = None, tags: Any = None, **fields
@@ -950,35 +1043,33 @@ class _StepCallback(TrainerCallback):
         """Restore what the Trainer does not, after it has set up its own state."""
         trainer = self.trainer
         trainer._last_step = state.global_step
-        if trainer._resumed is None:
-            return
-        checkpoint, tensors = trainer._resumed
+        trainer._tokens_since_log = 0
+        trainer._last_log = time.perf_counter()
+        checkpoint = trainer._resumed
         trainer._resumed = None
-        resume.load_run_state(trainer, tensors)
+        if checkpoint is None:
+            return
+        progress = resume.usable_progress(checkpoint, trainer.run_state.played)
+        trainer.restore(progress)
+        trainer._total_loss_scalar = -progress.loss.item()  # the final mean is of this `train()`
         state.compute_steps(args, state.max_steps)  # the Trainer has loaded those of the checkpoint
-        for name, states in state.stateful_callbacks.items():
-            callbacks = [x for x in trainer.callback_handler.callbacks if type(x).__name__ == name]
-            for callback, saved in zip(callbacks, as_list(states)):
-                if args.restore_callback_states_from_checkpoint:
-                    type(callback).__init__(callback, **saved.get("args", {}))
-                for attribute, value in saved.get("attributes", {}).items():
-                    setattr(callback, attribute, value)
-        # the run may have been moved, and then the Trainer has dropped the path, or copied
-        best = TrainerState.load_from_json(
-            os.path.join(checkpoint, TRAINER_STATE_NAME)
-        ).best_model_checkpoint
-        if best and (here := Path(args.output_dir, Path(best).name)).is_dir():
-            state.best_model_checkpoint = str(here)
+        resume.restore_callbacks(
+            trainer.callback_handler.callbacks,
+            state.stateful_callbacks,
+            constructs=args.restore_callback_states_from_checkpoint,
+        )
+        best = resume.best_checkpoint_in(args.output_dir, checkpoint.directory)
+        if best is not None:
+            state.best_model_checkpoint = best
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         """Give up the return to the step before: the weights are about to change."""
-        self.trainer._return_to_step = None
+        self.trainer._last_complete = None
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         """Measure the updates of a rollout, and agree on all ranks whether to stop."""
         trainer = self.trainer
-        # this step is complete, also if a callback fails now
-        trainer._return_to_step = lambda: None
+        trainer._last_complete = trainer.progress  # also if a callback fails now
         trainer._measure_updates()
         received = trainer.signals.received is not None
         if trainer.accelerator.num_processes > 1:

@@ -62,6 +62,7 @@ FLOORS = [
         "ppo.batch_plan",
         "concurrency",
         "private_names",
+        "random_state",
         "redaction",
         "sequences",
         "text",

@@ -6,10 +6,11 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -18,14 +19,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import logging
 
-from ..config import LOCK
+from ..arguments import as_list
+from ..config import LOCK, PPOConfig
 from ..distributed import on_every_rank
-from ..episodes.engine import Ahead
+from ..ppo.progress import Progress
+from ..ppo.state import RunState
 from .atomic import MANIFEST, checkpoints, latest_valid_checkpoint, restore_replaced, verify
-from .files import CURRICULUM, CheckpointError, check_settings, load_state, run_settings
+from .files import (
+    CURRICULUM,
+    CheckpointError,
+    SettingsChange,
+    check_settings,
+    load_state,
+    run_settings,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -161,114 +172,134 @@ def prepare_directory(
     on_every_rank(check, *READ_ERRORS, runs=is_writer)
 
 
-def files_of_progress(trainer: Any) -> list[str]:
-    """Files of this rank that the Trainer would do without, in silence."""
-    rank = trainer.accelerator.process_index
-    names = [
-        TRAINER_STATE_NAME,
-        "rng_state.pth" if trainer.args.world_size == 1 else f"rng_state_{rank}.pth",
-    ]
-    if not trainer.is_deepspeed_enabled:  # It has files of its own, and raises without them.
-        names += [OPTIMIZER_NAME, SCHEDULER_NAME]
-    return names
+class Checkpoint(NamedTuple):
+    """A valid checkpoint, as this rank has read it."""
+
+    directory: str
+    progress: Progress
+    change: SettingsChange  # from its settings to those of the run
 
 
-def find_checkpoint(
-    trainer: Any, resume_from: str | bool, output_dir: str, is_writer: bool
-) -> tuple[str, dict[str, Tensor]]:
-    """Find a valid checkpoint (a path, or `True` for the latest) on all ranks; return it and
-    this rank's run state."""
+def find_checkpoint(resume_from: str | bool, args: PPOConfig, inputs: dict[str, Any]) -> Checkpoint:
+    """Find a valid checkpoint (a path, or `True` for the latest) on all ranks, and read it.
+
+    `inputs` are the fingerprints of what the run is given besides its config.
+    """
 
     def find() -> str:
         if resume_from is True:
-            return str(latest_valid_checkpoint(output_dir))
+            return str(latest_valid_checkpoint(cast(str, args.output_dir)))
         restore_replaced(Path(str(resume_from)).parent)
         verify(str(resume_from))
         return str(resume_from)
 
-    def check_files() -> None:
-        needed = files_of_progress(trainer)
-        missing = [name for name in needed if not os.path.isfile(os.path.join(directory, name))]
-        if missing:
-            raise CheckpointError(
-                f"`{directory}` has no {', '.join(missing)}, without which the run would not "
-                "continue; resume from another checkpoint."
-            )
-
-    def read() -> dict[str, Tensor]:
-        saved = load_state(directory)["settings"]
-        current = run_settings(trainer.args) | trainer._inputs
-        change = check_settings(
-            directory, saved, current, trainer.args.resume_with_changed_settings
-        )
-        trainer._change = change
-        if change.listed and is_writer:
-            logger.warning("The run resumes under other settings: %s.", change)
-        return load_file(
-            os.path.join(directory, RUN_STATE.format(rank=trainer.accelerator.process_index))
-        )
-
     try:
         # one rank of those that share a disk reads all of it
-        path = on_every_rank(find, *READ_ERRORS, runs=is_writer)
+        path = on_every_rank(find, *READ_ERRORS, runs=args.should_save)
         places = sorted({entry for entry in gather_object([path]) if entry is not None})
         if len(places) > 1:  # with `save_on_each_node`
             raise CheckpointError(
                 f"The nodes hold different checkpoints: {places}. Name one that all have."
             )
-        directory = places[0]
-        tensors = on_every_rank(read, *READ_ERRORS)
-        on_every_rank(check_files, *READ_ERRORS)
-        return directory, tensors
+        checkpoint = on_every_rank(partial(_read, places[0], args, inputs), *READ_ERRORS)
+        on_every_rank(partial(_check_files, places[0], args), *READ_ERRORS)
     except WRITE_ERRORS as error:
         raise CheckpointError(f"The run cannot be resumed: {error}") from error
+    if checkpoint.change.listed and args.should_save:
+        logger.warning("The run resumes under other settings: %s.", checkpoint.change)
+    return checkpoint
 
 
-def load_rates(trainer: Any, load: Callable[[], None]) -> None:
-    """Load optimizer and schedule, but keep their settings if the config has other ones than the
-    checkpoint."""
-    groups = [
-        {name: x for name, x in group.items() if name != "params"}
-        for group in trainer.optimizer.param_groups
+def _read(directory: str, args: PPOConfig, inputs: dict[str, Any]) -> Checkpoint:
+    state = load_state(directory)
+    change = check_settings(
+        directory,
+        saved=state["settings"],
+        current=run_settings(args) | inputs,
+        may_change=args.resume_with_changed_settings,
+    )
+    run = RunState.from_json(state["run"])
+    if args.kl_target is None:  # a constant coefficient is the config's
+        run = run._replace(kl_coef=args.kl_coef)
+    tensors = load_file(os.path.join(directory, RUN_STATE.format(rank=args.process_index)))
+    return Checkpoint(directory, Progress.from_tensors(tensors, run, args.device), change)
+
+
+def _check_files(directory: str, args: PPOConfig) -> None:
+    """Raise [`CheckpointError`] without a file of this rank that the Trainer would do without, in
+    silence."""
+    alone = args.world_size == 1
+    needed = [
+        TRAINER_STATE_NAME,
+        "rng_state.pth" if alone else f"rng_state_{args.process_index}.pth",
     ]
-    load()
-    if trainer._change.listed and isinstance(scheduler := trainer.lr_scheduler, LambdaLR):
-        for group, settings in zip(trainer.optimizer.param_groups, groups):
-            group.update(settings)
-        scheduler.base_lrs = [settings["initial_lr"] for settings in groups]
-        scheduler.last_epoch -= 1
-        scheduler.step()  # computes the rates anew
+    if not args.uses_deepspeed:  # It has files of its own, and raises without them.
+        needed += [OPTIMIZER_NAME, SCHEDULER_NAME]
+    missing = [name for name in needed if not os.path.isfile(os.path.join(directory, name))]
+    if missing:
+        raise CheckpointError(
+            f"`{directory}` has no {', '.join(missing)}, without which the run would not continue; "
+            "resume from another checkpoint."
+        )
 
 
-def load_run_state(trainer: Any, tensors: dict[str, Tensor]) -> None:
-    """Restore this rank's progress from the tensors that `write_checkpoint` saved for it."""
-    parts: dict[str, dict[str, Tensor]] = {"rollout": {}, "ahead": {}, "metrics": {}, "trainer": {}}
-    for key, x in tensors.items():
-        part, _, name = key.partition(".")
-        parts[part][name] = x
-    loss, last_logged, skipped = parts["trainer"]["numbers"].tolist()
-    trainer._tr_loss = torch.tensor(loss, device=trainer.accelerator.device)
-    trainer._total_loss_scalar = -loss  # the final mean is that of this `train()`
-    trainer._globalstep_last_logged = int(last_logged)
-    trainer._skipped = int(skipped)
-    if parts["rollout"]:
-        with trainer.accelerator.autocast():
-            # the rest of the rollout is packed as its beginning was
-            trainer.actor_critic.prepare_forwards()
-        trainer.updates.load_state_dict(parts["rollout"], trainer.state.global_step)
+def usable_progress(checkpoint: Checkpoint, played: Tensor) -> Progress:
+    """Progress of a checkpoint, without what is of other settings or other rows; `played` is that
+    of a new run."""
+    _, progress, change = checkpoint
+    if change.refused:
         # its log-probs, values and rewards are those of the settings under which it was collected
-        if trainer._change.refused:
-            trainer.updates.reset()
+        if progress.rollout is not None:
             logger.warning(
                 "The checkpoint's unfinished rollout is of the earlier settings; another one is "
                 "collected."
             )
-    if parts["ahead"] and not trainer._change.refused:
-        trainer.roles.player.generator.ahead = Ahead.from_state_dict(parts["ahead"])
-    trainer._metrics["train"].load_state_dict(parts["metrics"])
-    played = parts["trainer"]["played"]
-    # not for a run without a curriculum
-    is_same_size = played.shape == trainer.run_state.played.shape
-    are_same_rows = trainer._change.listed.keys().isdisjoint(("train_dataset", CURRICULUM))
-    if trainer.curriculum is not None and are_same_rows and is_same_size:
-        trainer.run_state = trainer.run_state._replace(played=played)
+        progress = progress._replace(rollout=None, ahead=None)
+    # a run without a curriculum counts no rows
+    is_same_size = progress.run.played.shape == played.shape
+    are_same_rows = change.listed.keys().isdisjoint(("train_dataset", CURRICULUM))
+    if not (is_same_size and are_same_rows):
+        progress = progress._replace(run=progress.run._replace(played=played))
+    return progress
+
+
+def load_under_own_rates(
+    optimizer: torch.optim.Optimizer, scheduler: Any, load: Callable[[], None]
+) -> None:
+    """Load the states of optimizer and schedule, but keep the config's rates."""
+    groups = [
+        {name: x for name, x in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    load()
+    if not isinstance(scheduler, LambdaLR):
+        return
+    for group, settings in zip(optimizer.param_groups, groups):
+        group.update(settings)
+    scheduler.base_lrs = [settings["initial_lr"] for settings in groups]
+    scheduler.last_epoch -= 1
+    scheduler.step()  # computes the rates anew
+
+
+def restore_callbacks(
+    callbacks: list[TrainerCallback], states: Mapping[str, Any], constructs: bool
+) -> None:
+    """Restore the script's callbacks in place; with `constructs`, also from the arguments of their
+    construction."""
+    for name, saved_states in states.items():
+        of_name = [x for x in callbacks if type(x).__name__ == name]
+        for callback, saved in zip(of_name, as_list(saved_states)):
+            if constructs:
+                type(callback).__init__(callback, **saved.get("args", {}))
+            for attribute, value in saved.get("attributes", {}).items():
+                setattr(callback, attribute, value)
+
+
+def best_checkpoint_in(output_dir: str, checkpoint: str) -> str | None:
+    """Path of a checkpoint's best one, if it lies in a run's directory: the run may have been
+    moved or copied, and then the Trainer has dropped the path."""
+    state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+    if not state.best_model_checkpoint:
+        return None
+    here = Path(output_dir, Path(state.best_model_checkpoint).name)
+    return str(here) if here.is_dir() else None

@@ -1,7 +1,7 @@
-"""Write a run's checkpoints on all ranks."""
+"""Write a run's checkpoints on all ranks: aside first, then renamed."""
 
-import os
 import shutil
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,93 +10,78 @@ import torch
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..distributed import OtherRankError, on_every_rank, unsharded_optimizer_state
-from ..episodes import record
+from ..distributed import OtherRankError, on_every_rank
 from ..ppo.guards import NonFiniteError, SamplerError
 from ..rewards import RewardError
-from . import files, resume
 from .atomic import STAGING, publish, verify
+from .files import CheckpointError
+from .resume import READ_ERRORS, RUN_STATE, WRITE_ERRORS
 
 logger = logging.get_logger(__name__)
 
 # `torch.save` and `tokenizers` report a full disk with errors of no particular type
 FULL_DISK = ("inline_container", "iostream error", "(os error ")
+# errors that all ranks raise together
+ON_EVERY_RANK = (RewardError, NonFiniteError, SamplerError, OtherRankError)
 
 
-def write_checkpoint(trainer: Any) -> Path | None:
-    """Write a checkpoint from which the run continues bit for bit: aside first, then renamed;
-    none with NaN."""
-    state = trainer.state
-    rank = trainer.accelerator.process_index
-    is_writer = trainer.args.should_save
-    final = Path(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-    staged = final.parent / STAGING / final.name
-    # 1. all ranks gather sharded weights and optimizer states together, before one of them can fail
-    # to write
-    weights = trainer.actor_critic.trained_weights()
+def are_finite(weights: Mapping[str, Tensor], final: Path) -> bool:
+    """Check weights before they are saved; warn of NaN or inf, from which no run continues."""
     nonfinite = next((name for name, x in weights.items() if not x.isfinite().all()), None)
     if nonfinite is not None:
-        remedy = (
-            "Resume from an earlier one with a lower `learning_rate` and "
-            "`resume_with_changed_settings=True`."
+        logger.warning(
+            "`%s` is not written: %s has NaN or inf. Resume from an earlier one with a lower "
+            "`learning_rate` and `resume_with_changed_settings=True`.",
+            final,
+            nonfinite,
         )
-        logger.warning("`%s` is not written: %s has NaN or inf. %s", final, nonfinite, remedy)
-        return None
-    # no interruption may choose the best
-    if state.best_global_step == state.global_step and trainer._save_is_due:
-        state.best_model_checkpoint = str(final)
-    ahead = trainer.roles.player.generator.ahead
-    sampled = {} if ahead is None else ahead.state_dict()
-    if trainer.is_fsdp_enabled:
-        fsdp_state = unsharded_optimizer_state(trainer.optimizer)
-    else:
-        fsdp_state = None
+    return nonfinite is None
+
+
+def write_aside(
+    final: Path,
+    write: Callable[[Path], None],
+    write_together: Callable[[Path], None] | None,
+    is_writer: bool,
+) -> None:
+    """Write a checkpoint into a directory aside, on all ranks, and rename it when all are done.
+
+    Args:
+        final (`Path`): Its name.
+        write (`Callable`): Writes the files of this rank; it must not wait for other ranks.
+        write_together (`Callable` or `None`): Writes files with the other ranks.
+        is_writer (`bool`): Whether this rank makes the directory, and renames it.
+
+    Raises:
+        [`CheckpointError`]: If the disk is full, or cannot be written.
+    """
+    staged = final.parent / STAGING / final.name
 
     def make_empty() -> None:
         shutil.rmtree(staged.parent, ignore_errors=True)
         staged.mkdir(parents=True)
 
-    def write() -> None:
+    def write_own() -> None:
         if not staged.is_dir():
             raise OSError("this rank does not see the directory; all ranks must share a disk")
-        if is_writer:
-            trainer._write_model(str(staged), str(final), weights)
-            # the Trainer's own state, in its files
-            if not trainer.is_deepspeed_enabled:
-                optimizer = trainer.optimizer.state_dict() if fsdp_state is None else fsdp_state
-                torch.save(optimizer, staged / OPTIMIZER_NAME)
-            if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
-                torch.save(trainer.lr_scheduler.state_dict(), staged / SCHEDULER_NAME)
-            stateful = [
-                x for x in trainer.callback_handler.callbacks if isinstance(x, ExportableState)
-            ]
-            state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
-            state.save_to_json(str(staged / TRAINER_STATE_NAME))
-        trainer._save_scaler(str(staged))
-        trainer._save_rng_state(str(staged))
-        save_file(_run_state(trainer, sampled), staged / resume.RUN_STATE.format(rank=rank))
+        write(staged)
 
-    # 2. write aside on all ranks, and rename when all are done
     try:
-        on_every_rank(make_empty, *resume.WRITE_ERRORS, runs=is_writer)
-        on_every_rank(write, Exception)
-        # its ranks write together, and one that fails raises by itself
-        if trainer.is_deepspeed_enabled:
-            trainer.model_wrapped.save_checkpoint(str(staged), exclude_frozen_parameters=True)
-            trainer.accelerator.wait_for_everyone()
-        on_every_rank(partial(publish, staged, final), *resume.WRITE_ERRORS, runs=is_writer)
+        on_every_rank(make_empty, *WRITE_ERRORS, runs=is_writer)
+        on_every_rank(write_own, Exception)
+        if write_together is not None:
+            write_together(staged)
+        on_every_rank(partial(publish, staged, final), *WRITE_ERRORS, runs=is_writer)
     except Exception as error:
-        if not isinstance(error, resume.WRITE_ERRORS) and not any(
-            sign in str(error) for sign in FULL_DISK
-        ):
+        is_of_disk = isinstance(error, WRITE_ERRORS)
+        if not is_of_disk and not any(sign in str(error) for sign in FULL_DISK):
             raise
-        raise files.CheckpointError(
+        raise CheckpointError(
             f"`{final}` cannot be written ({str(error).strip()}); earlier checkpoints are intact. "
             "Free space, check that the directory is writable, and resume with "
             "`train(resume_from_checkpoint=True)`."
@@ -104,73 +89,48 @@ def write_checkpoint(trainer: Any) -> Path | None:
     finally:
         if is_writer:
             shutil.rmtree(staged.parent, ignore_errors=True)
-    trainer._validity[final] = True
-    record.forget(str(final.parent), rank, before=state.global_step)
-    return final
 
 
-def _run_state(trainer: Any, ahead: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Progress of this rank that the Trainer does not save: rollout, metrics, losses since the
-    last log."""
-    numbers = [trainer._tr_loss.item(), trainer._globalstep_last_logged, trainer._skipped]
-    parts = {
-        "rollout": trainer.updates.state_dict(trainer.state.global_step),
-        "ahead": ahead,
-        "metrics": trainer._metrics["train"].state_dict(),
-        "trainer": {
-            "numbers": torch.tensor(numbers, dtype=torch.float64),
-            "played": trainer.run_state.played,
-        },
-    }
-    named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
-    return {name: x.detach().cpu().contiguous() for name, x in named.items()}
+def write_trainer_files(
+    directory: Path,
+    optimizer: Mapping[str, Any] | None,
+    scheduler: Any,
+    state: TrainerState,
+    callbacks: list[TrainerCallback],
+) -> None:
+    """Write the state of the Trainer itself, in its own files; the optimizer's may be elsewhere."""
+    if optimizer is not None:
+        torch.save(optimizer, directory / OPTIMIZER_NAME)
+    if not isinstance(scheduler, DeepSpeedSchedulerWrapper):
+        torch.save(scheduler.state_dict(), directory / SCHEDULER_NAME)
+    stateful = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+    state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
+    state.save_to_json(str(directory / TRAINER_STATE_NAME))
 
 
-def save_after_error(trainer: Any, error: BaseException) -> None:
-    """Save a checkpoint of the last optimizer step before an error leaves `train()`, and name it
-    in a note."""
-    return_to_step = trainer._return_to_step
-    trainer._return_to_step = None
-    # ranks save together, and a rank that failed alone would wait: only these errors are raised by
-    # all ranks
-    everywhere = isinstance(error, RewardError | NonFiniteError | SamplerError | OtherRankError)
-    together = (
-        trainer.accelerator.num_processes == 1 or everywhere or hasattr(error, "is_on_every_rank")
-    )
-    if return_to_step is None or not together or isinstance(error, files.CheckpointError):
-        return
+def write_progress(directory: Path, rank: int, tensors: dict[str, Tensor]) -> None:
+    """Write the tensors of a rank's [`Progress`]."""
+    save_file(tensors, directory / RUN_STATE.format(rank=rank))
+
+
+def may_save_after(error: BaseException, num_processes: int) -> bool:
+    """Check if a checkpoint can be saved after an error.
+
+    Ranks save together, and a rank that failed alone would wait.
+    """
+    if isinstance(error, CheckpointError):  # the disk is full
+        return False
+    on_all = isinstance(error, ON_EVERY_RANK) or hasattr(error, "is_on_every_rank")
+    return num_processes == 1 or on_all
+
+
+def is_intact(best: str, is_writer: bool) -> bool:
+    """Check the best checkpoint on all ranks before it is loaded; warn if it is damaged."""
     try:
-        return_to_step()
-        final = write_checkpoint(trainer)
-        if final is not None:
-            error.add_note(
-                f"`{final}` holds all optimizer steps so far; resume with "
-                "`resume_from_checkpoint=True`."
-            )
-    except Exception as failure:  # must not hide the first one
-        error.add_note(
-            f"The optimizer steps since the last checkpoint are lost, saving failed too: {failure}"
-        )
-
-
-def settle_best_checkpoint(trainer: Any) -> None:
-    """Forget a damaged best checkpoint, and load that of another directory, before training
-    ends."""
-    args = trainer.args
-    best = trainer.state.best_model_checkpoint
-    if best is None:
-        return
-    try:
-        on_every_rank(partial(verify, best), *resume.READ_ERRORS, runs=args.should_save)
-    except resume.READ_ERRORS as error:
+        on_every_rank(partial(verify, best), *READ_ERRORS, runs=is_writer)
+    except READ_ERRORS as error:
         logger.warning(
             "The best checkpoint cannot be used (%s); the model keeps its last weights.", error
         )
-    else:
-        if os.path.samefile(Path(best).parent, args.output_dir):
-            return
-        # of the run that this one resumed from; the Trainer would delete every checkpoint of this
-        # one for it
-        if args.load_best_model_at_end:
-            trainer._load_best_model()
-    trainer.state.best_model_checkpoint = None
+        return False
+    return True

@@ -30,7 +30,7 @@ from ..config import LOCK, PPOConfig
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..modeling.adapters import save_adapter
-from ..rewards.scoring import capture_random_state
+from ..random_state import RandomState
 from .engine import Ahead, Request, Sampled, VLLMError
 from .transformers import SAMPLING, Generator, stop_token_ids
 
@@ -254,7 +254,7 @@ def reserved_rank(actor_critic: ActorCritic) -> int:
 def contained(device: torch.device) -> Iterator[None]:
     """Undo what the construction of an engine does to the process: seeds, environment, threads,
     garbage collection."""
-    restore = capture_random_state(device)
+    random_state = RandomState.capture(device)
     environment = dict(os.environ)
     set_num_threads = torch.set_num_threads
     os.environ |= {
@@ -266,7 +266,7 @@ def contained(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        restore()
+        random_state.restore()
         torch.set_num_threads = set_num_threads
         # it was frozen with all that there is, and would not free a trainer that is dropped
         gc.unfreeze()
@@ -375,11 +375,11 @@ class ColocatedEngine:
                 "`max_prompt_length`."
             )
         # its sampler for CPUs draws a number per token, despite the seeds
-        restore = capture_random_state(self.device)
+        random_state = RandomState.capture(self.device)
         outputs = self.llm.generate(
             prompts, params, lora_request=self.requests[name], use_tqdm=False
         )
-        restore()
+        random_state.restore()
         return [[_sampled(completion) for completion in output.outputs] for output in outputs]
 
     def sleep(self) -> None:

@@ -14,6 +14,7 @@ from . import math as ppo_math
 from .batch_plan import BatchPlan
 from .math import Reduction
 from .metrics import Metrics
+from .progress import RolloutInProgress
 from .rollouts import Rollout, cut
 
 # completions that show how far updates have moved the policy, if a rollout has so many
@@ -301,30 +302,23 @@ class Updates:
         self.metrics.total("empty_steps", empty and self.args.process_index == 0)
         return not (self.stopped_early or empty)
 
-    def state_dict(self, global_step: int) -> dict[str, Tensor]:
-        """Rollout in progress, for a checkpoint; empty between two rollouts."""
+    def in_progress(self, global_step: int) -> RolloutInProgress | None:
+        """Rollout with optimizer steps left, as a value; `None` between two rollouts."""
         if self.rollout is None or global_step % self.plan.optimizer_steps == 0:
-            return {}
-        return self.rollout.state_dict() | {
-            "rows": self.rows,
-            "stopped_early": torch.tensor(self.stopped_early),
-        }
+            return None
+        return RolloutInProgress(self.rollout, self.rows, self.stopped_early)
 
-    def load_state_dict(self, state: Mapping[str, Tensor], global_step: int) -> None:
-        """Restore the state returned by [`state_dict`]."""
-        tensors = dict(state)
+    def resume(self, unfinished: RolloutInProgress, global_step: int) -> None:
+        """Continue a rollout; raise a `ValueError` if it is of other sizes."""
         plan = self.plan
-        rows = tensors.pop("rows")
-        stopped_early = tensors.pop("stopped_early")
         sizes = (plan.optimizer_steps, plan.mini_batch_size)
-        rows = rows.flatten(1)
-        if rows.shape != sizes:
+        if unfinished.rows.shape != sizes:
             raise ValueError(
-                f"The checkpoint is within a rollout of {tuple(rows.shape)} optimizer steps × "
-                f"completions, not of {sizes}; resume with the saved sizes."
+                f"The checkpoint is within a rollout of {tuple(unfinished.rows.shape)} optimizer "
+                f"steps × completions, not of {sizes}; resume with the saved sizes."
             )
-        self.start(Rollout.from_state_dict(tensors, self.device), global_step, rows)
-        self.stopped_early = bool(stopped_early)
+        self.start(unfinished.rollout, global_step, unfinished.rows)
+        self.stopped_early = unfinished.stopped_early
 
 
 def set_learning_rate(

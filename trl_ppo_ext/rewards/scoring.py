@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.utils import logging
 
 from ..concurrency import FAILURES, started
 from ..data import REWARD_ARGUMENTS
+from ..random_state import fixed_seed
 from ..redaction import shortened
 
 logger = logging.get_logger(__name__)
@@ -310,40 +310,6 @@ def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.devic
     for first in [next(iter(scores.failures.values())) for scores in all_scores if scores.failures]:
         logger.warning("Of the monitored rewards one failed: %s", first)
     return torch.stack([scores.totals for scores in all_scores], 1).to(device, non_blocking=True)
-
-
-def capture_random_state(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores the random state of this moment, e.g. after code of the
-    user."""
-    python = random.getstate()
-    numpy = np.random.get_state()
-    cpu = torch.get_rng_state()
-    if device.type == "cpu":
-        backend = None
-    else:
-        backend = torch.get_device_module(device)
-    on_device = None if backend is None else backend.get_rng_state()
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if backend is not None:
-            backend.set_rng_state(on_device)
-
-    return restore
-
-
-@contextmanager
-def fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed all random numbers within a context; afterwards they continue as if none had been
-    drawn."""
-    restore = capture_random_state(device)
-    try:
-        set_seed(seed)
-        yield
-    finally:
-        restore()
 
 
 @contextmanager

@@ -249,10 +249,10 @@ def test_updates_resume_with_minibatches_cut_otherwise_but_not_with_others(build
     updates = build()
     updates.start(rollout(rows=8), 0)
     again = build(BatchPlan(4, num_mini_batches=2, num_ppo_epochs=3))
-    again.load_state_dict(updates.state_dict(1), 1)
+    again.resume(updates.in_progress(1), 1)
     assert again.rows.shape == (6, 4) and torch.equal(again.rows, updates.rows)
     with pytest.raises(ValueError, match=r"\(6, 4\) .*, not of \(2, 4\); resume with the saved"):
-        build(BatchPlan(4, num_mini_batches=2)).load_state_dict(updates.state_dict(1), 1)
+        build(BatchPlan(4, num_mini_batches=2)).resume(updates.in_progress(1), 1)
 
 
 def test_first_epoch_has_the_micro_batches_that_were_scored(build):

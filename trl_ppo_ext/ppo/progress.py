@@ -1,0 +1,97 @@
+"""Progress of a run between two optimizer steps, as one value.
+
+A checkpoint saves it, and after an error the last complete step's is restored.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..episodes.engine import Ahead
+from ..random_state import RandomState
+from .rollouts import Rollout
+from .state import RunState
+
+
+class RolloutInProgress(NamedTuple):
+    """A rollout with optimizer steps left."""
+
+    rollout: Rollout
+    rows: Tensor  # of each minibatch, [steps, minibatch]
+    stopped_early: bool  # `target_kl` has ended its updates
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name."""
+        return self.rollout.state_dict() | {
+            "rows": self.rows,
+            "stopped_early": torch.tensor(self.stopped_early),
+        }
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], device: torch.device
+    ) -> "RolloutInProgress":
+        """Restore the value that [`tensors`] returned."""
+        of_rollout = dict(tensors)
+        rows = of_rollout.pop("rows")
+        stopped_early = of_rollout.pop("stopped_early")
+        return cls(Rollout.from_state_dict(of_rollout, device), rows, bool(stopped_early))
+
+
+class Progress(NamedTuple):
+    """All that an optimizer step leaves to the next on one rank, besides weights and optimizer."""
+
+    run: RunState
+    rollout: RolloutInProgress | None = None  # None between two rollouts
+    metrics: Mapping[str, Tensor] = {}  # sums since the last log
+    loss: Tensor = torch.zeros(())  # sum since the last log
+    last_logged: int = 0  # optimizer step
+    skipped: int = 0  # optimizer steps in a row
+    tokens_seen: int = 0
+    ahead: Ahead | None = None  # the next rollout, if a server samples it already
+    random: RandomState | None = None  # None in a checkpoint: the Trainer has a file of its own
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors by name on the CPU, for the checkpoint of this rank. All ranks must call it."""
+        numbers = [self.loss.item(), self.last_logged, self.skipped, self.tokens_seen]
+        parts = {
+            "rollout": {} if self.rollout is None else self.rollout.tensors(),
+            "ahead": {} if self.ahead is None else self.ahead.state_dict(),
+            "metrics": self.metrics,
+            "trainer": {
+                "numbers": torch.tensor(numbers, dtype=torch.float64),
+                "played": self.run.played,
+            },
+        }
+        return {
+            f"{part}.{name}": x.detach().cpu().contiguous()
+            for part, tensors in parts.items()
+            for name, x in tensors.items()
+        }
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], run: RunState, device: torch.device
+    ) -> "Progress":
+        """Restore the value that [`tensors`] returned; `run` is in a file for all ranks."""
+        parts: dict[str, dict[str, Tensor]] = {}
+        for key, x in tensors.items():
+            part, _, name = key.partition(".")
+            parts.setdefault(part, {})[name] = x
+        of_trainer = parts["trainer"]
+        loss, last_logged, skipped, tokens_seen = of_trainer["numbers"].tolist()
+        rollout = None
+        if "rollout" in parts:
+            rollout = RolloutInProgress.from_tensors(parts["rollout"], device)
+        return cls(
+            run=run._replace(played=of_trainer["played"]),
+            rollout=rollout,
+            metrics=parts.get("metrics", {}),
+            loss=torch.tensor(loss, device=device),
+            last_logged=int(last_logged),
+            skipped=int(skipped),
+            tokens_seen=int(tokens_seen),
+            ahead=Ahead.from_state_dict(parts["ahead"]) if "ahead" in parts else None,
+        )
