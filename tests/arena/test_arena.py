@@ -58,7 +58,8 @@ def test_chain_pays_nothing_after_a_wrong_token():
     assert scores == [1.0] * 4 + [0.0] * (LENGTH - 4)
 
 
-def test_mixed_accepts_one_to_all_first_tokens_and_pays_at_the_end():
+def test_mixed_task_accepts_one_to_all_first_tokens():
+    """A completion is paid at its end."""
     task = arena.Task("mixed", 0)
     numbers = range(arena.KINDS)
     prompts = [[i, j] for i in numbers for j in numbers]
@@ -95,7 +96,7 @@ def test_steps_pay_first_tokens_at_the_ends_of_their_steps(name):
     assert arena.Task(name, 0)(["w0 w3"], [completion])[0] == list(zip(ends, [1.0] * arena.STEPS))
 
 
-def test_only_the_default_rivals_keep_the_critic_rate_of_the_config():
+def test_only_default_rivals_keep_the_critic_rate_of_the_config():
     assert arena.settings_of("cost", "PPO, default", 1e-3) == {"critic_learning_rate": None}
     assert arena.settings_of("cost", "PPO, side", 1e-3)["critic_learning_rate"] == 1e-3
     assert "critic_learning_rate" not in arena.settings_of("cost", "RLOO", 1e-3)
