@@ -53,7 +53,7 @@ def test_tables_are_those_of_the_results_and_of_one_rate(program):
     assert done.returncode == 0, done.stderr
 
 
-def test_benchmark_for_gpus_measures_each_part_and_survives_a_failure(tmp_path):
+def test_gpu_benchmark_measures_every_part_despite_a_failure(tmp_path):
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("")  # found, but no attention
     cases = [
