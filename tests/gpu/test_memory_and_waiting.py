@@ -114,7 +114,7 @@ def waits_of_losses(path, response):
     return counts
 
 
-def test_how_often_the_host_waits_in_a_loss_does_not_grow_with_the_tokens(tmp_path, monkeypatch):
+def test_waits_of_the_host_in_a_loss_do_not_grow_with_tokens(tmp_path, monkeypatch):
     """Masks cost a few waits; what is done for a chunk of the vocabulary must cost none."""
     _, one = waits(lambda: torch.ones(1, device="cuda").item())
     assert one == 1  # so that waits are seen at all

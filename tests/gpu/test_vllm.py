@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
-def test_it_samples_from_the_policy_and_frees_memory_between_rollouts(tmp_path, sleeps):
+def test_vllm_samples_the_policy_and_frees_memory_in_between(tmp_path, sleeps):
     pytest.importorskip("vllm", reason="needs vLLM")
     llama(hidden_size=256, head_dim=64).save_pretrained(tmp_path / "base")
     tokenizer().save_pretrained(tmp_path / "base")
