@@ -121,7 +121,7 @@ def enumerated(built, problem, kind):
 
 
 @pytest.mark.parametrize("kind", ["k1", "exact"])
-def test_reference_that_sees_more_gives_the_gradient_of_the_formula(tmp_path, kind):
+def test_reference_that_sees_more_gives_the_exact_gradient(tmp_path, kind):
     """That of J(π) = E[r − β·log(π/π_ref(·|shown))], whose optimum is π* ∝
     π_ref(·|shown)·exp(r/β)."""
     problem = Problem(0)
@@ -156,7 +156,7 @@ def test_reference_that_sees_more_gives_the_gradient_of_the_formula(tmp_path, ki
 @pytest.mark.parametrize(
     "settings", [{"kl_placement": "reward"}, {"kl_placement": "both"}], ids=["k1", "exact"]
 )
-def test_training_reaches_the_optimum_for_a_reference_that_sees_more(settings, tmp_path, all_cores):
+def test_reference_that_sees_more_leads_to_its_optimum(settings, tmp_path, all_cores):
     result = gap(0, tmp_path, length=1, reference_prompt="shown", **settings)
     assert result["exact"] - result["reference"] > 0.9 * (result["best"] - result["reference"]), (
         result
