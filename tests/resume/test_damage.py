@@ -205,7 +205,7 @@ class Damages(TrainerCallback):
         self.ends += 1
 
 
-def test_run_with_a_damaged_best_checkpoint_keeps_its_last_weights(tmp_path, caplog):
+def test_damaged_best_checkpoint_leaves_the_last_weights(tmp_path, caplog):
     settings = {
         "save_strategy": "steps",
         "save_steps": 1,

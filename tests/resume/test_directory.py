@@ -75,7 +75,7 @@ def test_moved_run_keeps_its_best_checkpoint(tmp_path):
     ]
 
 
-def test_run_that_goes_on_from_an_earlier_step_moves_later_checkpoints_aside(copy):
+def test_resume_at_an_early_step_moves_later_checkpoints_aside(copy):
     """Otherwise the next resume, if it is killed before their step, would take the course that
     was left."""
     again = best_at_first(copy, learning_rate=1e-5, save_steps=10, load_best_model_at_end=False)
@@ -125,7 +125,7 @@ def test_new_run_beside_earlier_checkpoints_is_refused(finished):
     }
 
 
-def test_run_from_elsewhere_beside_earlier_checkpoints_is_refused(finished, copy):
+def test_resume_from_elsewhere_beside_checkpoints_raises(finished, copy):
     again = trainer(copy, **SAVING, save_total_limit=1)
     with pytest.raises(
         CheckpointError, match="`output_dir` must have no checkpoints of an earlier run"
@@ -145,7 +145,7 @@ def test_run_begun_anew_moves_earlier_checkpoints_aside(copy, settings, argument
     verify(aside / "checkpoint-2")
 
 
-def test_second_training_moves_the_checkpoints_of_the_first_aside(tmp_path):
+def test_second_training_moves_earlier_checkpoints_aside(tmp_path):
     """Otherwise a resume of the second, if it is killed, would take those of the first."""
     run = trainer(tmp_path, **SAVING)
     run.train()

@@ -127,7 +127,7 @@ FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": Tr
 
 
 @pytest.mark.parametrize("sharding", [{}, FSDP2], ids=["DDP", "FSDP2"])
-def test_error_in_sampling_on_one_rank_ends_all_with_a_checkpoint(tmp_path, sharding):
+def test_sampling_error_on_one_rank_ends_all_with_a_checkpoint(tmp_path, sharding):
     def fail():
         built = trainer(tmp_path, max_steps=8, **sharding)
 

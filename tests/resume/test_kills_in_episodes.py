@@ -237,7 +237,7 @@ def kill(folder, kind, processes, seed, times=1):
 
 
 @pytest.mark.parametrize("kind", ["curriculum", "tools"])
-def test_run_killed_within_an_episode_ends_as_the_uninterrupted_one(tmp_path, kind):
+def test_kill_within_an_episode_does_not_change_the_result(tmp_path, kind):
     kill(tmp_path / "run", kind, 1, 0)
 
 
@@ -252,7 +252,7 @@ def test_runs_killed_within_episodes_end_as_uninterrupted_ones(tmp_path, kind, p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_run_with_a_curriculum_killed_ten_times_ends_as_the_uninterrupted_one(tmp_path, processes):
+def test_ten_kills_do_not_change_the_result_of_a_curriculum(tmp_path, processes):
     assert kill(tmp_path / "run", "curriculum", processes, 0, times=10) > 5
 
 
