@@ -421,9 +421,7 @@ def passes_on(completion_ids, **kwargs):
 @pytest.mark.parametrize(
     "metric", ["eval_rewrad", "loss", "eval_rewards/length/mean", "monitor/x/mean"]
 )
-def test_best_metric_that_no_evaluation_logs_is_refused_before_the_run(
-    tmp_path, metric, evaluation
-):
+def test_best_metric_that_is_never_logged_raises_before_the_run(tmp_path, metric, evaluation):
     settings = EVALUATED | {"metric_for_best_model": metric}
     given = {"eval_dataset": evaluation}
     with pytest.raises(
@@ -486,7 +484,7 @@ def test_best_metric_of_a_reward_that_is_not_there_is_refused(tmp_path):
     "settings, says",
     [({}, True), ({"stop_token_ids": [2]}, False), ({"stop_strings": ["x"]}, False)],
 )
-def test_end_of_turn_at_which_nothing_stops_is_said_before_training(
+def test_end_of_turn_that_stops_nothing_warns_before_training(
     tmp_path, caplog, monkeypatch, settings, says
 ):
     """A base model with a chat template: its EOS is another token than that of the template."""
@@ -527,7 +525,7 @@ def test_adapter_on_the_output_projection_raises(tmp_path, given):
 
 
 @pytest.mark.parametrize("run", ["train", "evaluate"])
-def test_unknown_map_of_logits_raises_before_a_completion_is_sampled(tmp_path, run):
+def test_unknown_map_of_logits_raises_before_any_sampling(tmp_path, run):
     # which multiplies, where Granite divides
     model = with_mapped_logits("hyperclovax", logits_scaling=3.0)
     trainer = build(tmp_path, {"model": model, "eval_dataset": prompts})

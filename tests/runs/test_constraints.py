@@ -88,7 +88,7 @@ def test_reward_is_one_where_all_is_fulfilled_and_less_elsewhere(constraints, mo
     assert reward("Tea, warm, and good.", ["no commas", "uppercase"], ["", ""]) == (0.5 + 0) / 2
 
 
-def test_copies_of_an_example_and_text_between_highlights_do_not_count(constraints):
+def test_copied_examples_and_text_between_marks_do_not_count(constraints):
     assert constraints.highlights("*this part* **Tea** is **warm** * * *") == 2
     assert constraints.highlights("*this is important*") == 1
     assert not constraints.title.search("<<this>>") and constraints.title.search("<<this is tea>>")
@@ -98,7 +98,8 @@ def test_copies_of_an_example_and_text_between_highlights_do_not_count(constrain
     )
 
 
-def test_held_out_requests_share_no_topic_wording_or_sentence_to_repeat(constraints):
+def test_held_out_requests_share_no_text_with_trained_ones(constraints):
+    """No topic, no wording and no sentence to repeat."""
     trained = constraints.requests(480, seed=0)
     held_out = constraints.requests(480, seed=1, held_out=True)
     texts = [row["prompt"][0]["content"] for row in held_out]

@@ -223,7 +223,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(step, settings):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_trunk_computes_real_tokens_only_and_reads_nothing_on_the_host(step, implementation):
+def test_trunk_computes_only_real_tokens_without_host_reads(step, implementation):
     """With SDPA; otherwise rows are padded on the right, in micro-batches of about the same
     length."""
     counted = step(

@@ -128,7 +128,7 @@ def first_rollout(run, value=None):
         (Endless, {"max_tool_calling_iterations": 2, "bootstrap_truncated": True}, True),
     ],
 )
-def test_episodes_that_a_limit_cuts_have_the_returns_of_uncut_ones(
+def test_episodes_cut_by_a_limit_have_the_returns_of_uncut_ones(
     tmp_path, environment, settings, bootstraps
 ):
     run = episodes_run(
@@ -181,7 +181,7 @@ def test_new_critic_does_not_call_the_end_of_an_answer_bad(tmp_path):
     assert rollout.advantages[:, -1].abs().max() < 0.3 < to_go.mean() / to_go.std()
 
 
-def test_new_critic_of_both_levels_is_fitted_to_returns_over_turns(tmp_path):
+def test_new_critic_of_both_levels_fits_returns_over_turns(tmp_path):
     run = episodes_run(
         tmp_path, Ending, critic="side", advantage_level="both", gamma=GAMMA, kl_coef=0.0
     )
@@ -202,7 +202,7 @@ def test_new_critic_of_both_levels_is_fitted_to_returns_over_turns(tmp_path):
     )
 
 
-def test_new_critic_is_fitted_to_the_first_rollout_that_has_a_score(tmp_path):
+def test_new_critic_is_fitted_to_the_first_scored_rollout(tmp_path):
     calls = []
 
     def late(completion_ids, **kwargs):
@@ -230,7 +230,7 @@ def equal_first(completion_ids, trainer_state, **kwargs):
     return [3.3 if trainer_state.global_step == 0 else 100.0 * ids[0] for ids in completion_ids]
 
 
-def test_new_critic_is_fitted_to_the_first_rollout_whose_scores_differ(tmp_path):
+def test_new_critic_is_fitted_when_scores_first_differ(tmp_path):
     settings = {
         "critic": "side",
         "kl_coef": 0.0,
@@ -265,7 +265,8 @@ def test_new_critic_is_fitted_to_the_first_rollout_whose_scores_differ(tmp_path)
 
 
 @pytest.mark.parametrize("level", ["token", "turn"])
-def test_first_values_over_turns_are_those_that_the_critic_then_outputs(tmp_path, level):
+def test_first_values_over_turns_equal_the_critics_outputs(tmp_path, level):
+    """The outputs after its first fit."""
     run = episodes_run(tmp_path, Ending, advantage_level=level, critic="side")
     compared = []
     start = run.updates.start

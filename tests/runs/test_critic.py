@@ -143,7 +143,7 @@ def test_gradients_do_not_depend_on_other_uses_of_the_base(base, starts, tmp_pat
         assert same(gradients(built), expected)
 
 
-def test_side_critic_reads_states_of_the_policy_and_trains_nothing_else(tmp_path):
+def test_side_critic_reads_policy_states_and_trains_only_itself(tmp_path):
     """Recomputed from a plain forward with every hidden state."""
     built = actor_critic(tmp_path, SIDE)
     head = built.value_head
@@ -544,7 +544,7 @@ def test_saved_critic_replaces_one_of_another_kind(base, starts, tmp_path):
 # ---- what a critic starts from
 
 
-def test_critic_init_reads_rewards_so_far_in_the_units_of_the_saved_run(tmp_path):
+def test_critic_init_reads_rewards_so_far_in_saved_units(tmp_path):
     """Also if it predicts in the unit of the rewards."""
 
     def per_token(completion_ids, **kwargs):
@@ -715,9 +715,7 @@ REFUSED = [
 ]
 
 
-def test_critic_beside_rewards_normalized_apart_says_that_they_are_summed(
-    tmp_path, caplog, monkeypatch
-):
+def test_critic_warns_that_rewards_normalized_apart_are_summed(tmp_path, caplog, monkeypatch):
     """A script of `GRPOTrainer` runs with its settings."""
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     config(tmp_path, multi_objective_aggregation="normalize_then_sum", num_generations=2)

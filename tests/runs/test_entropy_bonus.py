@@ -37,9 +37,9 @@ def gradients(advantages, unit):
 
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
-def test_bonus_weighs_as_beside_whitened_advantages_with_dense_rewards(scale):
-    """Returns to go are sums over the rest of a completion, in whose deviation advantages are
-    small."""
+def test_dense_rewards_do_not_change_the_weight_of_the_bonus(scale):
+    """It is that beside whitened advantages. Returns to go are sums over the rest of a completion,
+    in whose deviation advantages are small."""
     rewards = scale * torch.randn(
         ROWS, LENGTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
@@ -59,7 +59,8 @@ def test_bonus_weighs_as_beside_whitened_advantages_with_dense_rewards(scale):
     assert bonus / policy > 5 * COEFFICIENT
 
 
-def test_unit_is_the_root_mean_square_over_policy_tokens_of_all_ranks():
+def test_unit_is_the_root_mean_square_over_tokens_of_all_ranks():
+    """Only tokens of the policy count."""
     x = torch.tensor([[3.0, math.nan, 1.0], [5.0, 7.0, 0.0]])
     mask = torch.tensor([[1, 0, 1], [1, 0, 0]]).bool()
     assert root_mean_square(x, mask) == pytest.approx(math.sqrt(35 / 3))

@@ -408,7 +408,8 @@ def ends_after_two(monkeypatch):
     monkeypatch.setattr("trl_ppo_ext.ppo.guards.MAX_SKIPPED_STEPS", 2)
 
 
-def test_nonfinite_gradients_in_a_row_end_the_run_with_unchanged_weights(tmp_path, ends_after_two):
+def test_nonfinite_gradients_end_the_run_with_unchanged_weights(tmp_path, ends_after_two):
+    """After two in a row."""
     built = scripted(tmp_path, shuffle_dataset=False, num_mini_batches=1, max_steps=8)
     break_after_collecting(built)
     before = weights(built)

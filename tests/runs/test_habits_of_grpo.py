@@ -248,7 +248,7 @@ def test_terminated_lengths_are_logged(tmp_path):
     } == {0}
 
 
-def test_clip_ratios_of_single_completions_and_times_of_steps_are_logged(tmp_path):
+def test_clip_ratios_per_completion_and_step_times_are_logged(tmp_path):
     """A large rate moves every token beyond the clip in the second epoch."""
     settings = {
         "learning_rate": 1.0,
@@ -358,7 +358,7 @@ def test_optimizer_of_the_adapter_gets_the_critic(tmp_path):
         trainer(tmp_path, optimizers=(torch.optim.SGD(llama().parameters()), None))
 
 
-def test_model_init_kwargs_beside_a_model_are_said_to_have_no_effect(tmp_path, caplog, monkeypatch):
+def test_model_init_kwargs_beside_a_model_warn_of_no_effect(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
     trainer(tmp_path, model_init_kwargs={"dtype": "bfloat16"})
     assert "`model_init_kwargs` has no effect on a loaded LlamaForCausalLM" in caplog.text
@@ -424,7 +424,7 @@ def test_two_ranks_mask_log_and_evaluate_as_one(tmp_path):
     )
 
 
-def test_value_after_a_completion_that_one_rank_cut_is_that_of_one_process(tmp_path):
+def test_value_after_a_cut_on_one_rank_is_that_of_one_process(tmp_path):
     rows = prompts(8)  # a rollout
     cut = tokenizer()(rows["prompt"][0])["input_ids"]
 

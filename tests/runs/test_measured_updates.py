@@ -32,7 +32,7 @@ def mean_k3(ratios):
 
 
 @pytest.mark.parametrize("num_ppo_epochs", [1, 3])
-def test_kl_and_ratio_are_those_of_the_policy_after_the_last_step(tmp_path, num_ppo_epochs):
+def test_kl_and_ratio_are_measured_after_the_last_step(tmp_path, num_ppo_epochs):
     """A single step begins at the policy that sampled: before it, both would be those of no
     change."""
     settings = ALL | {

@@ -103,7 +103,7 @@ def test_rows_keep_the_prompts_of_other_roles(role):
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_stand_in_of_an_excluded_row_has_none_of_the_prompts_of_other_roles(role):
+def test_stand_ins_of_excluded_rows_omit_other_roles_prompts(role):
     given = getattr(
         stand_ins(privileged(role), torch.tensor([False, True, False]), torch.clone), f"for_{role}"
     )
@@ -154,7 +154,7 @@ def test_privilege_leaves_the_expected_gradient(tmp_path):
     assert (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[0].norm()
 
 
-def test_privilege_takes_out_the_variance_that_the_hidden_bit_explains(tmp_path):
+def test_privilege_removes_the_variance_of_the_hidden_bit(tmp_path):
     built = moved(tmp_path, llama(vocab_size=28).double()).double()
     rewards = []
     probabilities = []
@@ -337,9 +337,8 @@ def test_distillation_follows_the_gradient_of_the_exact_kl(tmp_path):
 @pytest.mark.parametrize(
     "settings", [{"kl_placement": "reward"}, {"missing_eos_penalty": 1.0}, {"critic": "head"}]
 )
-def test_distillation_has_a_critic_if_there_is_something_to_predict_or_it_is_set(
-    tmp_path, settings
-):
+def test_distillation_has_a_critic_if_useful_or_requested(tmp_path, settings):
+    """It is useful when there is something to predict."""
     run = trainer(tmp_path, None, None, secret_prompts(), **settings, **TEACHER)
     assert run.actor_critic.value_head is not None
 

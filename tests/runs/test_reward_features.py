@@ -79,7 +79,7 @@ def test_asynchronous_functions_share_one_loop_over_rollouts():
     assert len(loops) == 1
 
 
-def test_judge_inside_an_asynchronous_reward_does_not_wait_for_itself():
+def test_judge_inside_an_async_reward_does_not_deadlock():
     async def inner(completions, **kwargs):
         return [2.0] * len(completions)
 
@@ -352,7 +352,7 @@ def test_normalizing_scales_rewards_where_they_enter(tmp_path):
         )
 
 
-def test_normalizing_leaves_no_reward_at_the_ends_of_what_is_earned_before(tmp_path):
+def test_normalizing_adds_no_reward_after_the_last_one_earned(tmp_path):
     def reward(completion_ids, **kwargs):
         return [[(0, float(sum(ids)))] for ids in completion_ids]
 
@@ -376,7 +376,7 @@ def penalty(completion_ids, **kwargs):
     return [[-0.1] * len(ids) for ids in completion_ids]
 
 
-def test_scores_spread_over_tokens_are_refused_for_a_critic_that_reads_them(tmp_path):
+def test_critic_that_reads_scores_spread_over_tokens_raises(tmp_path):
     sizes = {
         "per_device_train_batch_size": 16,
         "generation_kwargs": {"min_new_tokens": 3},

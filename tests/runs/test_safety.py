@@ -134,7 +134,7 @@ def as_reward(path, tmp_path, **settings):
 
 @pytest.mark.parametrize("tokenizer_too", [False, True], ids=["model", "tokenizer"])
 @pytest.mark.parametrize("use", [as_policy, as_reward])
-def test_own_code_of_a_model_or_its_tokenizer_runs_on_request_alone(tmp_path, use, tokenizer_too):
+def test_code_of_a_model_or_tokenizer_runs_only_on_request(tmp_path, use, tokenizer_too):
     marked = tmp_path / "ran"
     if use is as_reward:
         model = llama(classifier=True, num_labels=1)
@@ -151,7 +151,7 @@ def test_own_code_of_a_model_or_its_tokenizer_runs_on_request_alone(tmp_path, us
     assert marked.exists()
 
 
-def test_the_tokenizer_of_a_reward_adapter_never_runs_its_own_code(
+def test_tokenizer_of_a_reward_adapter_never_runs_its_own_code(
     base, reward_adapter, tmp_path, monkeypatch
 ):
     asked = []
@@ -358,9 +358,8 @@ def test_a_damaged_reward_adapter_is_refused_by_name(
 
 
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_a_reward_adapter_with_biases_is_refused_and_the_base_keeps_its_own(
-    reward_adapter, tmp_path, bias
-):
+def test_reward_adapter_with_biases_raises(reward_adapter, tmp_path, bias):
+    """The base keeps its own biases."""
     path = copied(reward_adapter, tmp_path / "adapter")
     edit_json(path / "adapter_config.json", bias=bias)
     model = qwen2()  # it has biases
@@ -380,9 +379,10 @@ NAMES = ["../../outside", "/tmp/a.b\n[red]☃", "default", ""]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_reward_adapter_of_any_name_scores_and_writes_nothing_outside(
+def test_reward_adapter_of_any_name_writes_nothing_outside(
     base, reward_adapter, tmp_path, name, capsys
 ):
+    """It scores, and writes only into `output_dir`."""
     run = tmp_path / "deep" / "down" / "run"
     args = config(run, max_steps=2, save_strategy="steps", save_steps=2, log_completions=True)
     built = PPOTrainer(base, RewardAdapter(str(reward_adapter), name=name), args, prompts())

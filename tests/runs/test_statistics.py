@@ -69,7 +69,7 @@ class Large(Paid):
         return observation, 25 * (reward - 0.9), ends
 
 
-def test_several_environments_have_a_unit_each_with_normalized_rewards(tmp_path):
+def test_each_environment_normalizes_rewards_by_its_own_unit(tmp_path):
     rows = Dataset.from_dict({"prompt": ["a"] * 16, "environment": ["paid", "large"] * 8})
     environments = {"environment_factory": {"paid": Paid, "large": Large}, "dataset": rows}
     settings = SIZES | {"max_steps": 1, "max_completion_length": 24, "normalize_rewards": True}
@@ -145,7 +145,7 @@ def test_solved_task_has_no_advantages_and_explains_nothing(tmp_path):
     assert len(names) == 3 and all(row[name] == 0 for row in logs for name in names)
 
 
-def test_group_baseline_is_that_of_several_completions_per_prompt(tmp_path):
+def test_group_baseline_needs_several_completions_per_prompt(tmp_path):
     """Each prompt has a score of its own, and chance adds little: the other completions know it."""
 
     def by_prompt(prompts, completion_ids, **kwargs):

@@ -122,7 +122,7 @@ def distance(one, other):
 
 @pytest.mark.parametrize("size, accumulation", [(4, 1), (2, 2)])
 @pytest.mark.parametrize("aggregation", ["token", "sequence_sum"])
-def test_gradient_without_advantages_is_that_of_transformers_loss(
+def test_gradient_without_advantages_is_that_of_transformers(
     tmp_path, aggregation, size, accumulation
 ):
     """In every optimizer step, for any micro-batches: the divisor counts the tokens of the whole

@@ -36,7 +36,7 @@ class Steps(TrainerCallback):
 @pytest.mark.parametrize(
     "accumulation, minibatches, epochs", list(itertools.product((1, 2), (1, 3), (1, 2)))
 )
-def test_optimizer_steps_are_rollouts_times_epochs_times_minibatches(
+def test_steps_are_rollouts_times_epochs_times_minibatches(
     tmp_path, accumulation, minibatches, epochs
 ):
     """And each is clipped, and every completion is seen exactly `num_ppo_epochs` times."""
@@ -424,7 +424,7 @@ def test_base_and_reward_model_never_change(tmp_path, nf4):
         assert not torch.equal(started[name], weight), name
 
 
-def test_four_bit_reward_model_gives_the_same_scores_after_training(tmp_path):
+def test_four_bit_reward_model_scores_the_same_after_training(tmp_path):
     llama(classifier=True, hidden_size=64, seed=3).save_pretrained(tmp_path / "reward")
     tokenizer().save_pretrained(tmp_path / "reward")
     built = trainer(tmp_path / "run", reward_funcs=str(tmp_path / "reward"), max_steps=4)

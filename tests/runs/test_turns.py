@@ -119,7 +119,7 @@ def test_tokens_of_the_environment_enter_no_loss_and_no_metric(tmp_path):
         )
 
 
-def test_reward_at_a_token_of_the_environment_enters_at_the_sampled_one_before():
+def test_rewards_at_observations_enter_at_the_last_sampled_token():
     mask = torch.tensor([[1, 1, 0, 0, 1, 0], [1, 0, 1, 1, 1, 1]]).bool()
     scores = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0, 2.0]])
     rewards = ppo_math.token_rewards(scores, torch.tensor([30.0, 3.0]), torch.ones(2, 6), mask, 0.5)
@@ -305,7 +305,7 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
 @pytest.mark.parametrize(
     "silent", [lambda turn: True, lambda turn: turn % 3 == 2], ids=["each", "every third"]
 )
-def test_observations_without_tokens_leave_cache_and_samples_as_they_are(tmp_path, silent):
+def test_empty_observations_change_neither_cache_nor_samples(tmp_path, silent):
     run = echo_trainer(tmp_path)
     generator = run.roles.player.generator
     generator.config.do_sample = False
@@ -439,7 +439,7 @@ class Racing(Echo):
         return f"w{random.randrange(28)}", *super().step(text)[1:]
 
 
-def test_environments_in_threads_do_not_share_their_random_numbers(tmp_path):
+def test_environments_in_threads_share_no_random_numbers(tmp_path):
     run = echo_trainer(tmp_path, environment_factory=Racing, max_steps=4)
     seen = rollouts_of(run)
     run.train()
@@ -476,9 +476,8 @@ class Mute(Echo):
         ("both", "adapter", Echo),
     ],
 )
-def test_advantage_of_a_turn_is_that_of_its_tokens_or_of_its_first_one(
-    tmp_path, level, critic, environment
-):
+def test_tokens_have_the_advantage_of_their_turn(tmp_path, level, critic, environment):
+    """With level "both" later tokens lack what is known by then."""
     if critic == "none":
         estimator = "rebn"
     else:
@@ -537,7 +536,8 @@ def test_advantage_of_a_turn_is_that_of_its_tokens_or_of_its_first_one(
         )
 
 
-def test_both_levels_are_turns_where_they_have_a_token_and_tokens_where_there_is_a_turn(tmp_path):
+def test_both_levels_reduce_to_one_for_single_tokens_or_turns(tmp_path):
+    """With one token per turn it is "turn", and with one turn it is "token"."""
     words = {"stop_token_ids": list(range(32)), "gamma": 0.9, "critic": "adapter"}
 
     def per_token(completion_ids, **_):
@@ -637,7 +637,7 @@ def test_special_tokens_that_a_reset_spells_are_text(tmp_path, as_messages):
     assert special[0] == special[1]
 
 
-def test_labels_are_those_of_the_given_rewards_beside_an_environments(tmp_path):
+def test_reward_labels_skip_the_reward_of_an_environment(tmp_path):
     llama(classifier=True, num_labels=2, vocab_size=259).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     settings = {

@@ -110,7 +110,8 @@ def test_kl_in_the_loss_has_the_unit_of_whitened_rewards(tmp_path, monkeypatch):
     ids=["advantages", "rewards"],
 )
 @pytest.mark.parametrize("score", [0.0, 3.0])
-def test_kl_in_the_loss_keeps_its_weight_when_nothing_is_there_to_whiten(tmp_path, settings, score):
+def test_kl_in_the_loss_keeps_its_weight_with_equal_scores(tmp_path, settings, score):
+    """There is nothing to whiten."""
     settings = {
         "whiten_advantages": settings["kl_placement"] == "loss",
         "max_steps": 1,
@@ -181,7 +182,7 @@ def test_units_of_rewards_so_far_are_those_of_earlier_rollouts(tmp_path):
     torch.testing.assert_close(second.sequences.earned, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_value_after_a_limit_reads_rewards_in_the_units_of_the_others(tmp_path, monkeypatch):
+def test_value_after_a_limit_reads_rewards_in_the_same_units(tmp_path, monkeypatch):
     """A rollout reads one state, before it and after its cuts."""
     from trl_ppo_ext.ppo import rollouts
 
@@ -243,7 +244,7 @@ def test_best_model_has_the_units_of_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-def test_critic_keeps_its_units_when_the_setting_changes_on_resume(tmp_path, normalized):
+def test_critic_keeps_its_units_if_resume_changes_the_setting(tmp_path, normalized):
     settings = {
         "save_strategy": "steps",
         "save_steps": 3,
