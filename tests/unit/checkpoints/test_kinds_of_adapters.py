@@ -131,9 +131,7 @@ def test_own_save_of_a_model_publishes_no_other_role(base, tmp_path, name):
     torch.testing.assert_close(logits(loaded), logits(run.model), atol=1e-6, rtol=0)
 
 
-def test_adapter_on_a_tied_embedding_says_that_it_cannot_be_merged(
-    base, tmp_path, caplog, monkeypatch
-):
+def test_adapter_on_a_tied_embedding_warns_against_merging(base, tmp_path, caplog, monkeypatch):
     build, path = base
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     trainer(
@@ -286,7 +284,7 @@ def test_dequantized_base_is_not_compared_with_packed_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("width", [16, 32])
-def test_experts_whose_axes_are_swapped_in_the_files_are_not_compared(tmp_path, width):
+def test_experts_with_axes_swapped_in_files_are_not_compared(tmp_path, width):
     """As transformers does for some while it loads them, also with square ones."""
     model = build("Qwen3 MoE")
     experts = torch.randn(4, 32, width)
