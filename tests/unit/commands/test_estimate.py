@@ -74,7 +74,7 @@ def test_proposals_need_what_runs_with_them_need(large, tmp_path, share):
     assert step.fits(memory)
 
 
-def test_proposal_keeps_the_rollout_that_steps_per_generation_would_change(large, tmp_path):
+def test_proposal_keeps_the_rollout_of_steps_per_generation(large, tmp_path):
     given = {"steps_per_generation": 8, "num_mini_batches": None}
     estimate = estimate_of(large, tmp_path, **given)
     (change,) = [

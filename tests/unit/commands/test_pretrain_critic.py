@@ -254,9 +254,7 @@ def test_held_out_returns_are_monte_carlo_for_any_lambda(tmp_path, lams):
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_environments_of_a_prompt_have_one_seed_across_held_out_rollouts(
-    tmp_path, monkeypatch, size
-):
+def test_held_out_rollouts_seed_environments_once_per_prompt(tmp_path, monkeypatch, size):
     run = trainer(tmp_path)
     seeds = []
     play = run.roles.player.play
@@ -300,7 +298,7 @@ def token_rewards(completion_ids, **kwargs):
     return [[float(token % 2) for token in ids] for ids in completion_ids]
 
 
-def test_explained_variance_is_that_of_the_rewards_so_far_as_the_critic_reads_them_now(tmp_path):
+def test_explained_variance_reads_past_rewards_in_current_units(tmp_path):
     run = shaken(trainer(tmp_path, critic="side", reward=token_rewards))
     ((rollout, samples),) = held_out_rollouts(run, completions=8)
     run.run_state = run.run_state._replace(rewards=Moments(2.0, 0.0, 0.5))

@@ -72,7 +72,7 @@ def test_equal_scores_of_a_prompt_leave_nothing_to_learn(tmp_path):
     )
 
 
-def test_rewards_of_tokens_with_noise_take_a_critic_with_a_low_lambda(tmp_path):
+def test_noisy_token_rewards_take_a_critic_with_a_low_lambda(tmp_path):
     result = probe(task(tmp_path, of_each_token), completions=1024)
     agreement = {name: values[0] for name, values in result["agreement"].items()}
     assert (

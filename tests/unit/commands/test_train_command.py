@@ -84,7 +84,7 @@ def test_run_starts_from_an_adapter(there, capsys):
     )
 
 
-def test_run_reads_the_tokenizer_of_the_adapter_that_it_starts_from(there, capsys):
+def test_run_reads_the_tokenizer_of_its_initial_adapter(there, capsys):
     lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained("policy"), lora).save_pretrained("chats")
     saved = AutoTokenizer.from_pretrained("policy")
@@ -581,7 +581,7 @@ def test_modules_beside_a_config_stand_for_no_missing_package(there):
     assert sys.modules["mine"].four([]) == [4]
 
 
-def test_keys_of_other_scripts_are_reported_with_what_replaces_them(there, capsys):
+def test_keys_of_other_scripts_are_reported_with_replacements(there, capsys):
     assert (
         run(
             "--dry_run",
@@ -622,7 +622,7 @@ def test_unknown_arguments_are_reported_together(there, capsys):
     )
 
 
-def test_help_lists_our_fields_first_and_names_those_of_the_trainer(capsys):
+def test_help_lists_own_fields_before_those_of_the_trainer(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", "--help"])
     text = capsys.readouterr().out
