@@ -52,7 +52,7 @@ def opened(template="qwen3", with_tools=True, **kwargs):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_turns_add_up_to_the_conversation_that_the_template_renders(template):
+def test_turns_add_up_to_the_rendered_conversation(template):
     chat, render = opened(template)
     prompt = render(QUESTION, True)
     turn = render([*QUESTION, CALLING], False)[len(prompt) :]
@@ -66,7 +66,7 @@ def test_turns_add_up_to_the_conversation_that_the_template_renders(template):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_observation_of_a_plain_environment_is_a_message_of_the_user(template):
+def test_plain_environment_observation_is_a_user_message(template):
     chat, render = opened(template, with_tools=False)
     prompt = render(QUESTION, True)
     turn = chat.tokenizer("north<|im_end|>")["input_ids"]
@@ -84,7 +84,7 @@ def test_observation_of_a_plain_environment_is_a_message_of_the_user(template):
     assert chat.parsed(turn, prompt, []) == {"role": "assistant", "content": "north"}
 
 
-def test_template_may_end_a_conversation_with_more_than_its_last_turn():
+def test_template_may_add_text_after_the_last_turn():
     """As those of Phi-3 and Phi-4-mini do."""
     tokenizer = byte_tokenizer("qwen3")
     tokenizer.chat_template = (
@@ -110,7 +110,7 @@ def test_template_may_end_a_conversation_with_more_than_its_last_turn():
         chat.following(turn, answer, chat.template_kwargs, STOPS, 1000)
 
 
-def test_last_turn_may_end_with_another_delimiter_than_earlier_ones():
+def test_last_turn_may_end_with_another_delimiter():
     """As in the template of gpt-oss: what was sampled stays."""
     tokenizer = byte_tokenizer("qwen3")
     tokenizer.chat_template = (
@@ -130,7 +130,7 @@ def test_last_turn_may_end_with_another_delimiter_than_earlier_ones():
         )
 
 
-def test_turn_that_ends_in_another_way_is_closed_by_the_environment():
+def test_turn_without_its_delimiter_is_closed_by_the_environment():
     chat, _ = opened()
     closed, opened_ = (chat.tokenizer(TURN + end)["input_ids"] for end in ("<|im_end|>", ""))
     after = [
@@ -162,7 +162,7 @@ def test_turn_is_closed_as_the_template_does_at_any_stop_token(ending, caplog, m
     ) == bool(closing)
 
 
-def test_turn_that_the_header_of_the_next_message_ends_has_it_once():
+def test_header_that_ends_a_turn_is_not_repeated():
     """As in GLM's templates."""
     built = byte_tokenizer("glm4moe")
     built.add_tokens(

@@ -98,7 +98,7 @@ def test_slot_has_the_next_rank_that_vllm_takes(tmp_path, ranks, reserved):
         ({"target_modules": ["q_proj", "lm_head"]}, "must not be on the output projection"),
     ],
 )
-def test_adapter_that_vllm_cannot_load_is_refused_before_it_starts(
+def test_adapter_that_vllm_cannot_load_raises_before_startup(
     tmp_path, base, no_engine, adapter, message
 ):
     with pytest.raises(ValueError, match=message):

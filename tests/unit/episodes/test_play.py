@@ -446,7 +446,7 @@ def test_environment_of_gem_is_played_under_its_own_name():
 
 
 @pytest.mark.parametrize(("limit", "turns"), [(2, 2), (1, 1), (0, 1)])
-def test_limit_of_iterations_truncates_a_plain_episode_after_its_step(limit, turns):
+def test_iteration_limit_cuts_a_plain_episode_after_its_step(limit, turns):
     rows = rows_of("alpha")
     player = player_of(
         {"alpha": ["right", "left"]}, rows, factory=Walk, max_tool_calling_iterations=limit
@@ -871,7 +871,7 @@ class Secret(Counter):
         return secret
 
 
-def test_hidden_state_begins_the_prompt_of_critic_or_reference_only():
+def test_hidden_state_begins_only_critic_or_reference_prompts():
     rows = rows_of("alpha", "beta", "gamma", secret=["seven", "z" * 10_000, "a number"])
     decode = player_of({}, rows, factory=Secret).chat.tokenizer.decode
     teaches = {"reference_prompt": "hidden_state"}

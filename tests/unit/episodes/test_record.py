@@ -239,7 +239,7 @@ class Leaking:
         raise ConnectionError("no reward from db; api_key: hunter2")
 
 
-def test_errors_of_tools_and_environments_reach_nobody_with_a_secret(tmp_path):
+def test_errors_of_tools_and_environments_hide_secrets(tmp_path):
     rows = rows_of("Q")
     player = recording(tmp_path, {"Q": [call("query", key="a"), "done"]}, rows, factory=Leaking)
     (episode,) = player.play(rows, [0], 0)

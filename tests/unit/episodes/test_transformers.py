@@ -84,7 +84,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("case", CACHES)
-def test_batches_of_uneven_prompts_give_the_completions_of_each_prompt(build, case):
+def test_uneven_prompts_have_the_same_completions_in_a_batch(build, case):
     model, kwargs = CACHES[case]
     trainer = build(model(), generation_kwargs=kwargs)
     generator = greedily(trainer)
@@ -110,9 +110,7 @@ def renamed(trunk, name):
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "renamed_again"])
-def test_rows_leave_under_either_name_of_the_cache_and_a_new_one_is_said(
-    build, name, caplog, monkeypatch
-):
+def test_rows_leave_a_cache_of_either_name_and_a_new_one_warns(build, name, caplog, monkeypatch):
     """Names of another package change: a faster way that is not taken says so."""
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     logging.get_logger("trl_ppo_ext.episodes.transformers").warning_once.__func__.cache_clear()
@@ -137,7 +135,7 @@ def test_each_row_samples_within_its_own_room(build, case):
     assert short == [ids[:room] for ids, room in zip(completions, rooms)]
 
 
-def test_cache_is_allocated_once_and_samples_as_that_of_transformers(build, monkeypatch):
+def test_cache_is_allocated_once_and_samples_like_transformers(build, monkeypatch):
     """No allocator reserves more than all bytes that are ever allocated."""
     allocated = []
     caches = []
@@ -355,7 +353,7 @@ def readable():
 
 
 @pytest.mark.parametrize("pad_token", ["<eos>", "w3"])
-def test_stop_strings_end_a_completion_at_the_token_that_completes_one(build, pad_token):
+def test_completions_end_at_the_token_completing_a_stop_string(build, pad_token):
     strings = ["w1", "w20 w", "w9"]  # also within w10 to w19; two tokens; w9
     trainer = build(processing_class=readable(), stop_strings=strings, pad_token=pad_token)
     generator = trainer.roles.player.generator

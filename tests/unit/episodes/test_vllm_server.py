@@ -168,7 +168,7 @@ def test_slow_completions_are_waited_for_while_the_server_runs(server, loaded, m
     assert paths(server).count("/v1/completions") == 20
 
 
-def test_server_that_shuts_down_under_a_request_is_not_waited_for(server, loaded, monkeypatch):
+def test_server_shutting_down_during_a_request_is_not_awaited(server, loaded, monkeypatch):
     """It no longer listens, and neither answers nor hangs up while a request is in flight."""
     monkeypatch.setattr(vllm_server, "LIFE", 0.1)
     loaded.timeout = 0.2
@@ -195,7 +195,7 @@ def unfinished(text, seconds):
 @pytest.mark.parametrize(
     "path", ["models", "load_lora_adapter", "unload_lora_adapter", "completions"]
 )
-def test_request_that_is_never_answered_ends_although_the_server_runs(
+def test_unanswered_request_ends_although_the_server_runs(
     server, loaded, path, answer, monkeypatch
 ):
     monkeypatch.setattr(vllm_server, "LIFE", 0.1)
@@ -433,7 +433,7 @@ def test_restart_in_the_middle_of_a_rollout_changes_nothing(server, tmp_path):
     assert all(torch.equal(x, expected[name]) for name, x in weights(built).items())
 
 
-def test_each_rollout_has_a_version_and_the_one_before_is_unloaded(server, tmp_path):
+def test_each_rollout_loads_a_version_and_unloads_the_previous(server, tmp_path):
     built = run(server, tmp_path)
     built.train()
     loaded = [
@@ -452,7 +452,7 @@ def test_each_rollout_has_a_version_and_the_one_before_is_unloaded(server, tmp_p
     assert used == set(loaded)
 
 
-def test_evaluation_of_many_batches_loads_the_adapter_once_if_it_has_moved(server, tmp_path):
+def test_evaluation_of_many_batches_loads_a_moved_adapter_once(server, tmp_path):
     built = run(server, tmp_path, eval_dataset=prompts(200))
     built.evaluate()
     assert paths(server).count("/v1/load_lora_adapter") == 1  # by the constructor
@@ -520,7 +520,7 @@ def test_next_rollout_is_requested_while_the_last_one_is_scored(server, tmp_path
     assert len(set(models)) == 3  # the first two rollouts are those of the first policy
 
 
-def test_overlapped_run_repeats_whatever_the_delay_and_evaluations(server, tmp_path):
+def test_overlapped_run_repeats_despite_delay_and_evaluations(server, tmp_path):
     results = []
     for number, settings in enumerate(
         ({}, {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4)})
@@ -586,9 +586,7 @@ def test_error_in_a_rollout_that_was_sampled_ahead_loses_nothing(server, tmp_pat
     assert all(torch.equal(x, expected[name]) for name, x in weights(resumed).items())
 
 
-def test_checkpoint_of_a_run_whose_server_is_gone_omits_the_next_rollout(
-    server, tmp_path, monkeypatch
-):
+def test_checkpoint_without_a_server_omits_the_next_rollout(server, tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_server, "LIFE", 0.1)
     built = run(server, tmp_path, vllm_server_timeout=0.3, **OVERLAP)
     begin = built.roles.player.generator.begin
@@ -634,7 +632,7 @@ def test_overlap_is_refused_without_a_server_and_with_tools(server, tmp_path):
         run(server, tmp_path, curriculum=torch.add, overlap_rollouts=True)
 
 
-def test_adapter_that_the_server_refuses_ends_the_run_before_it_begins(server, tmp_path):
+def test_adapter_refused_by_the_server_raises_before_the_run(server, tmp_path):
     peft_config = LoraConfig(r=20, target_modules="all-linear", task_type="CAUSAL_LM")
     with pytest.raises(VLLMError, match=r"rank 20 is greater"):
         run(server, tmp_path, peft_config=peft_config)
