@@ -236,7 +236,7 @@ def test_packed_rows_have_the_gradients_of_padded_ones(tmp_path, kind, batch):
 
 @pytest.mark.parametrize("critic", ["head", "adapter"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_packed_rows_have_the_gradients_of_padded_ones_with_any_critic(tmp_path, critic, recompute):
+def test_packing_changes_no_gradient_with_any_critic(tmp_path, critic, recompute):
     built = actor_critic(tmp_path, critic=critic)
     if recompute:
         built.train()
@@ -309,7 +309,8 @@ def test_trunk_keeps_only_states_that_the_side_critic_reads(tmp_path, checkpoint
     assert all(torch.equal(states[layer], every[layer]) for layer in layers)
 
 
-def test_sampling_projects_last_states_without_a_copy_of_the_projection_per_row(tmp_path):
+def test_sampling_does_not_copy_the_projection_per_row(tmp_path):
+    """All rows share one projection of their last states."""
     built = actor_critic(tmp_path)
     prompts = torch.randint(3, 10, (5, 6))
     expanded = []
@@ -459,7 +460,7 @@ def test_cast_head_samples_from_logits_in_float32(tmp_path, with_bias):
     assert torch.equal(rounded, rounded.bfloat16().float())
 
 
-def test_sampling_takes_nothing_from_the_models_own_generation_config(tmp_path):
+def test_sampling_ignores_the_models_own_generation_config(tmp_path):
     model = llama()
     model.generation_config.min_p = 1.0
     model.generation_config.suppress_tokens = list(range(4, 32))

@@ -8,7 +8,8 @@ from trl_ppo_ext.modeling.critics import EARNED_BOUND, Units, rewards_so_far
 from trl_ppo_ext.ppo.math import Moments, explained_variance
 
 
-def test_side_critic_of_shorter_completions_reads_no_mirror_image_beyond():
+def test_side_critic_reads_all_positions_beyond_its_end_alike():
+    """Not as the mirror image of earlier ones."""
     critic = SideCritic(32, 32, 1, 8, False, torch.device("cpu"))
     read = critic.read([torch.ones(4, 32)], torch.tensor([0, 7, 8, 16]), None)
     assert torch.equal(read[2], read[3]) and not torch.allclose(read[0], read[3])
@@ -195,7 +196,8 @@ def test_rollout_without_a_token_that_counts_has_no_fit():
     assert not fit.weights.any()
 
 
-def test_first_fit_stays_near_the_returns_where_no_completion_was():
+def test_first_fit_extrapolates_near_the_returns():
+    """At positions that no completion reached."""
     critic = new_one(1024)
     mask = torch.ones(256, 100, dtype=torch.bool)
     targets = torch.linspace(2, -2, 100).expand(256, 100)

@@ -33,7 +33,8 @@ def logits(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_trains_samples_as_it_scores_and_is_published_whole(tmp_path, family):
+def test_family_trains_samples_as_it_scores_and_is_published(tmp_path, family):
+    """Published whole: the saved adapter on a plain base has the logits of the run."""
     build(family).save_pretrained(tmp_path / "base")
     loader = getattr(transformers, name_of_loader(build(family)))
     run = trainer(tmp_path / "run", model=str(tmp_path / "base"), reward_funcs=lengths, **SETTINGS)

@@ -122,7 +122,7 @@ def test_chunking_changes_no_bit_where_products_are_exact(monkeypatch, size):
         assert torch.equal(in_chunks, at_once)
 
 
-def test_log_probabilities_and_entropies_do_not_feel_the_reference(chunk_size):
+def test_reference_changes_no_logprob_and_no_entropy(chunk_size):
     hidden, weight, bias, tokens = problem(torch.float32)
     alone = token_logprobs(hidden, weight, tokens, TEMPERATURE, bias, with_entropy=True)
     beside = everything(hidden, near(hidden), weight, bias, tokens)
