@@ -43,7 +43,8 @@ def plain(rewards, outputs, discounts, seen=SEEN):
     return of_critic(rewards, outputs, STEPS, seen, is_normalized=False, discounts=discounts)
 
 
-def test_baseline_of_a_critic_that_fits_is_its_value_in_units_of_earlier_returns():
+def test_baseline_of_a_critic_that_fits_is_its_value():
+    """In units of earlier returns."""
     returns = monte_carlo(torch.randn(64, 5, dtype=torch.float64), steps=torch.ones(64, 5).bool())
     rewards = returns - 0.9 * torch.nn.functional.pad(returns[:, 1:], (0, 1))
     outputs = Units(3.0, 2.0).targets(returns)
@@ -61,7 +62,7 @@ def test_targets_are_returns_in_units_with_this_rollout():
     assert not result.targets[~STEPS].any()
 
 
-def test_new_critic_predicts_the_mean_return_of_its_first_rollout():
+def test_new_critic_predicts_the_mean_of_its_first_returns():
     result, seen = of_critic(
         REWARDS, torch.zeros_like(OUTPUTS), STEPS, Moments(), True, with_lambdas(1.0)
     )
@@ -168,7 +169,7 @@ def test_critic_of_noise_explains_no_outcome(length, lam):
 
 
 @pytest.mark.parametrize("scale, shift", [(100.0, 0.0), (1.0, 50.0), (0.01, -3.0)])
-def test_scaled_advantages_do_not_depend_on_the_rewards_scale_and_shift(scale, shift):
+def test_scaled_advantages_ignore_scale_and_shift_of_rewards(scale, shift):
     """Two rollouts with one-step episodes, whose returns scale and shift with the rewards."""
     steps = torch.ones(64, 1, dtype=torch.bool)
     rollouts = torch.randn(2, 64, 1, dtype=torch.float64)
@@ -232,7 +233,7 @@ def test_scores_of_the_group_are_no_values(lam):
         assert with_group.weights[:, 1].min() > 0.05
 
 
-def test_explained_variance_does_not_depend_on_how_far_returns_are_from_zero():
+def test_explained_variance_ignores_a_shift_of_the_returns():
     generator = torch.Generator().manual_seed(0)
     returns = torch.randn(16, 1, generator=generator, dtype=torch.float64)
     values = returns + 0.5 * torch.randn(16, 1, generator=generator, dtype=torch.float64)
@@ -260,7 +261,7 @@ def test_values_that_are_bootstrapped_from_charge_no_end(completions):
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
-def test_critic_of_noise_moves_nothing_once_all_returns_are_equal(lam):
+def test_critic_of_noise_moves_nothing_if_returns_are_equal(lam):
     """It has no weight, and the mean of this rollout is what all of them got."""
     rewards = torch.zeros(64, 32)
     outputs = torch.randn(64, 32)
@@ -277,7 +278,8 @@ def test_critic_of_noise_moves_nothing_once_all_returns_are_equal(lam):
     assert sizes[0] <= 0.1 / 9 * 1.05 and sizes[-1] < 1e-6
 
 
-def test_return_that_surprises_moves_the_policy_though_it_is_the_only_one_of_its_rollout():
+def test_single_surprising_return_moves_the_policy():
+    """It is the only one of its rollout."""
     steps = torch.ones(1, 4, dtype=torch.bool)
     seen = Moments()
     signs = []
@@ -299,7 +301,7 @@ def test_unit_does_not_fall_below_the_rounding_of_returns(size):
 
 
 @pytest.mark.parametrize("length", [256, 1024])
-def test_score_at_the_end_reaches_the_first_token_within_two_rollouts(length):
+def test_final_score_reaches_the_first_token_in_two_rollouts(length):
     """The first token decides between scores of 1 and -1, and the critic fits its targets
     perfectly."""
     rewards = torch.zeros(64, length)

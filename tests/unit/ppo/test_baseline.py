@@ -88,7 +88,8 @@ def test_weights_at_a_bound_are_the_best_of_the_box():
 @pytest.mark.parametrize("noise", [0.0, 0.3, 1.0, 3.0, 100.0])
 # of the prompts' difficulty, beside chance of 1
 @pytest.mark.parametrize("spread", [0.0, 0.5, 2.0])
-def test_baseline_is_never_worse_than_the_best_of_constant_critic_and_group(noise, spread):
+def test_baseline_is_never_worse_than_its_best_part(noise, spread):
+    """Its parts are a constant, the critic and the group."""
     torch.manual_seed(0)
     prompts = 64
     size = 8
@@ -125,7 +126,7 @@ def test_groups_that_span_ranks_equal_groups_of_one_process():
     torch.testing.assert_close(torch.cat(parts), whole)
 
 
-def test_mean_of_others_excludes_a_completions_own_score_and_those_that_do_not_count():
+def test_mean_of_others_excludes_own_and_uncounted_scores():
     totals = torch.tensor([1.0, 2.0, 6.0, 5.0, 7.0, 0.0])
     counts = torch.tensor([True, True, True, True, False, False])
     means = means_of_others(totals, counts, Groups(3))
@@ -153,7 +154,7 @@ def test_prediction_that_tells_nothing_has_hardly_ever_a_weight():
     assert sum(x < -0.005 for x in harm) <= 0.1 * len(harm) and min(harm) > -0.1
 
 
-def test_prediction_that_a_single_completion_speaks_for_has_no_weight():
+def test_prediction_supported_by_one_completion_has_no_weight():
     """All but one return are nearly equal, as in a solved task, and a wild value is beside the
     other one."""
     torch.manual_seed(0)

@@ -88,7 +88,8 @@ def test_baselines_per_turn_index_have_the_bias_of_later_rewards():
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
-def test_gae_is_unbiased_with_exact_values_and_at_lambda_one_with_any(lam):
+def test_gae_is_unbiased_with_exact_values_or_at_lambda_one(lam):
+    """At λ = 1 with any values."""
     _, returns = gae(REWARDS, torch.zeros_like(REWARDS), MASK, 1.0, 1.0)
     reached = (PROBABILITIES[:, None] * MASK).sum(0)
     exact = (PROBABILITIES[:, None] * returns).sum(0) / reached.clamp(min=1e-9)
@@ -190,9 +191,9 @@ def test_both_levels_have_the_bias_of_turns_and_less_variance(lam):
     assert ((of_tokens - true).abs().max() < 1e-12) == (lam == 1)
 
 
-def test_token_residuals_centered_in_a_turn_are_biased_with_exact_values():
-    """The mean over a turn depends on what its later tokens were: the gradient of the first
-    token is inflated."""
+def test_token_residuals_centered_in_a_turn_are_biased():
+    """Also with exact values: the mean over a turn depends on what its later tokens were, so the
+    gradient of the first token is inflated."""
     exact = TwoTurns.exact_values()
     true, _ = TwoTurns.gradient(TwoTurns.both(exact, 1.0))
     of_tokens = TwoTurns.both(exact, 1.0)

@@ -209,7 +209,8 @@ def test_discounts_at_turn_ends_may_differ_within_turns():
     )
 
 
-def test_discounts_at_turn_ends_give_the_advantages_of_turns_less_what_later_tokens_know():
+def test_discounts_at_turn_ends_give_the_advantages_of_turns():
+    """Less what later tokens of a turn know."""
     rewards = normal(len(MASK), 7)
     values = normal(len(MASK), 7, seed=1)
     after = normal(len(MASK), seed=2)
@@ -380,7 +381,7 @@ def test_value_loss_clips_the_step_from_the_old_value(value, old, target, loss, 
     )
 
 
-def test_value_loss_without_a_clip_range_is_half_the_squared_error():
+def test_value_loss_without_clipping_is_half_the_squared_error():
     values = normal(4, 5, seed=1)
     old_values = normal(4, 5, seed=2)
     returns = normal(4, 5, seed=3)

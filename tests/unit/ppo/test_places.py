@@ -74,7 +74,8 @@ def test_rewards_of_tokens_are_places_of_their_own():
 
 
 @pytest.mark.parametrize("length", [12, 50, 200])
-def test_lambda_of_process_rewards_is_0_8_over_a_step_of_any_length(length):
+def test_lambda_of_process_rewards_is_0_8_over_any_step(length):
+    """Whatever its length."""
     turns = torch.ones(64, 4 * length, dtype=torch.long)
     places = torch.zeros(64, 4 * length, dtype=torch.bool)
     places[:, length - 1 :: length] = True
@@ -133,7 +134,7 @@ def test_ranks_and_batches_change_nothing():
     assert parts[0] == pytest.approx(whole) and parts[1] == pytest.approx(whole)
 
 
-def test_scores_at_tokens_of_an_environment_enter_at_the_token_sampled_before():
+def test_scores_at_observations_enter_at_the_last_sampled_token():
     turns = torch.tensor([[1, 1, 0, 0, 2]])
     scores = torch.tensor([[0.0, 1.0, 0.0, 2.0, 4.0]])
     given = torch.tensor([[False, False, False, True, False]])

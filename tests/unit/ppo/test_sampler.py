@@ -156,11 +156,9 @@ def test_error_says_that_the_adapter_is_not_applied(tmp_path):
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("noise, step", [(0.0, 1e-5), (0.03, 0.02), (0.03, 0.1)])
-def test_adapter_of_the_last_rollout_ends_the_run_and_the_policys_does_not(
-    tmp_path, noise, step, is_ahead
-):
-    """Also if they differ by less than rounding in 16 bits; with overlap, both are a rollout
-    older."""
+def test_stale_adapter_ends_the_run_and_the_policys_does_not(tmp_path, noise, step, is_ahead):
+    """A stale one is that of the last rollout, even if it differs by less than rounding in 16 bits.
+    With overlap, both are a rollout older."""
     torch.manual_seed(0)
     built = trainer(tmp_path).actor_critic
     args = config(tmp_path, use_vllm=True, vllm_mode="server", overlap_rollouts=is_ahead)
@@ -191,7 +189,8 @@ def test_adapter_of_the_last_rollout_ends_the_run_and_the_policys_does_not(
 
 
 @pytest.mark.parametrize("settings, ends", [({}, True), ({"vllm_max_logp_difference": 1.0}, False)])
-def test_old_adapter_must_fit_better_over_many_tokens_and_may_be_accepted(tmp_path, settings, ends):
+def test_old_adapter_must_fit_better_over_many_tokens_to_raise(tmp_path, settings, ends):
+    """With `vllm_max_logp_difference` it is accepted."""
     torch.manual_seed(0)
     built = trainer(tmp_path).actor_critic
     args = config(tmp_path, generation_backend="vllm", **settings)
@@ -221,7 +220,8 @@ def test_old_adapter_must_fit_better_over_many_tokens_and_may_be_accepted(tmp_pa
 
 
 @pytest.mark.parametrize("limit", [{}, {"vllm_max_logp_difference": 0.05}])
-def test_rollout_sampled_ahead_is_compared_with_the_policy_before_its_updates(tmp_path, limit):
+def test_overlapped_rollout_is_compared_with_the_earlier_policy(tmp_path, limit):
+    """The policy before the last updates."""
     built = trainer(tmp_path).actor_critic
     args = config(tmp_path, use_vllm=True, vllm_mode="server", overlap_rollouts=True, **limit)
     comparison = SamplerComparison(args, torch.float32, lambda x: x)
@@ -316,7 +316,7 @@ def test_policy_samples_from_what_it_is_scored_by(tmp_path, caplog, settings):
     assert 0 < logged[MEAN] <= logged[MAX] < 1e-4 and "Sampling and scoring" not in caplog.text
 
 
-def test_lora_of_another_scale_while_sampling_is_logged_at_its_size(tmp_path, monkeypatch, caplog):
+def test_wrong_lora_scale_in_sampling_is_logged_at_its_size(tmp_path, monkeypatch, caplog):
     add_product = actor_critic_module._add_product
 
     def doubled(base, down, up, scale, *others):

@@ -63,7 +63,8 @@ def test_weights_of_the_policy_itself_are_one(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_weights_of_extreme_ratios_are_finite_and_masked_positions_count_nothing(mode, sign):
+def test_weights_of_extreme_ratios_are_finite(mode, sign):
+    """Masked positions have weight 1, and there is no gradient."""
     logprobs = torch.tensor([[0.5, 1e4, math.nan]]) * sign
     mask = torch.tensor([[1, 1, 0]])
     weights = sampler_weights(logprobs, torch.zeros(1, 3), mask, mode)
@@ -88,7 +89,7 @@ def test_weights_on_advantages_scale_the_clipped_loss():
 # ---- effective sample size
 
 
-def test_effective_share_is_that_of_its_definition_over_tokens_that_count():
+def test_effective_share_follows_its_definition_on_valid_tokens():
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(6, 5, generator=generator, dtype=torch.float64)
     mask = torch.rand(6, 5, generator=generator) < 0.6
@@ -133,7 +134,7 @@ def truncated_lognormal(variance, bound):
 @pytest.mark.parametrize(
     ("mode", "mean", "share"), [("sequence_truncate", 0.043, 0.022), ("token_truncate", 1.0, 0.96)]
 )
-def test_weights_of_long_completions_keep_their_size_per_token_only(mode, mean, share):
+def test_only_token_weights_of_long_completions_keep_their_size(mode, mean, share):
     """512 tokens of which each has a KL of 10/512 nats: twice the KL is the variance of the
     log-ratio."""
     length = 512

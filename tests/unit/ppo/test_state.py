@@ -157,7 +157,7 @@ def test_state_of_a_saved_critic_has_its_units():
     ],
 )
 @pytest.mark.parametrize("completions", [64, 512, 20_000])
-def test_kl_coefficient_moves_with_the_clipped_proportional_error(measured, error, completions):
+def test_kl_coef_moves_with_the_clipped_proportional_error(measured, error, completions):
     moved = adapt_kl_coef(0.05, measured, target=6.0, horizon=10_000, completions=completions)
     assert moved == pytest.approx(0.05 * (1 + error * min(completions / 10_000, 1)), rel=1e-12)
 

@@ -245,7 +245,8 @@ def build(tmp_path):
     return build
 
 
-def test_updates_resume_with_minibatches_cut_otherwise_but_not_with_others(build):
+def test_updates_resume_with_minibatches_cut_differently(build):
+    """Other minibatches raise an error."""
     updates = build()
     updates.start(rollout(rows=8), 0)
     again = build(BatchPlan(4, num_mini_batches=2, num_ppo_epochs=3))
@@ -373,7 +374,7 @@ def test_measured_kl_is_that_of_the_moved_policy(build, num_mini_batches):
     assert scored == [[0, 1], [2, 3], [4, 5], [6, 7]]  # eight, in micro-batches
 
 
-def test_measured_rows_are_an_eighth_of_a_large_rollout_at_equal_distances(build):
+def test_large_rollouts_measure_every_eighth_row(build):
     plan = BatchPlan(4, num_mini_batches=20)
     batch = rollout(rows=80)
     updates = build(plan)
@@ -403,7 +404,7 @@ def test_measured_rows_have_tokens_that_the_policy_learns_from(build):
     assert logged["ratio/max"] == pytest.approx(math.exp(7 / 8), rel=1e-5)
 
 
-def test_rank_without_a_token_runs_as_many_forwards_and_logs_no_kl(build):
+def test_rank_without_tokens_runs_all_forwards_and_logs_no_kl(build):
     batch = rollout(rows=8)
     nothing = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
     logged, scored = measured(build, nothing, torch.ones(8))
