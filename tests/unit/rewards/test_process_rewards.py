@@ -82,7 +82,7 @@ def test_step_is_scored_after_its_separator_and_paid_at_its_end(conversational, 
             assert reward == pytest.approx(logits.softmax(-1)[1].item(), abs=1e-5)
 
 
-def test_model_with_one_output_gives_its_logit_and_a_label_is_chosen():
+def test_score_is_the_only_logit_or_the_probability_of_a_label():
     built = byte_tokenizer()
     ids = built("qa\n")["input_ids"]
     one = classifier(1)
