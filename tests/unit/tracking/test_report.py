@@ -172,7 +172,7 @@ def page_of(directory, output):
     return write_report(directory, output).read_text()
 
 
-def test_page_of_a_long_run_is_small_and_requests_nothing_from_the_network(tmp_path):
+def test_page_of_a_long_run_is_small_and_needs_no_network(tmp_path):
     output = write_report(long_run(tmp_path / "run"), tmp_path / "new" / "there.html")
     assert output.stat().st_size < 5e6
     parsed = Tags(output.read_text())
@@ -264,7 +264,8 @@ def test_completions_are_of_the_first_and_the_last_step(tmp_path):
     ) and "Nothing is logged yet" in page
 
 
-def test_page_begins_with_a_verdict_and_hangs_consequences_below_their_cause(tmp_path):
+def test_page_begins_with_a_verdict_and_groups_consequences(tmp_path):
+    """They are listed below their cause."""
     for logs, values, kind, expected in (
         (2, {}, "early", "Too early to judge: 2 of at least 10 rollouts, 2 of at least 5 logs."),
         (
@@ -292,7 +293,7 @@ def test_page_begins_with_a_verdict_and_hangs_consequences_below_their_cause(tmp
     ]
 
 
-def test_page_shows_the_size_of_the_run_and_marks_changed_settings(tmp_path):
+def test_page_shows_the_runs_size_and_marks_changed_settings(tmp_path):
     plan = {"optimizer_steps": 4, "completions": 128}
     entries = [
         metrics(step, num_tokens=1e3 * step) | {"time": 2.0 + 100 * step} for step in (1, 10)
@@ -358,7 +359,8 @@ def opened(page, profile, width, height):
 @pytest.mark.parametrize(
     ("width", "height"), [pytest.param(390, 4_000, marks=pytest.mark.slow), (1280, 9_000)]
 )
-def test_browser_draws_plots_in_view_without_errors_or_foreign_scripts(tmp_path, width, height):
+def test_browser_draws_visible_plots_without_foreign_scripts(tmp_path, width, height):
+    """And without errors."""
     place = long_run(tmp_path / "run", steps=40)
     with open(place / RUN_LOG, "a") as file:
         file.write(json.dumps(metrics(40, **{f"monitor/{SCRIPT}/mean": 1.0})) + "\n")

@@ -392,14 +392,14 @@ NOTES = {
 
 
 @pytest.mark.parametrize("name", NOTES)
-def test_finding_beside_a_rising_reward_is_a_note_unless_it_is_grave(name):
+def test_finding_beside_a_rising_reward_is_a_note_unless_grave(name):
     judgement = judge(synthetic(GOOD | NOTES[name][0]))
     (item,) = judgement.advice
     assert item.rule.cause.startswith(name) and judgement.kind == NOTES[name][1]
     assert name[1:] in judgement.verdict
 
 
-def test_reward_that_is_always_equal_gets_one_advice_with_its_consequences():
+def test_constant_reward_gets_one_advice_with_consequences():
     curves = {"completions/clipped_ratio": 0.5 * FLAT} | PROVOKED["all equal"][0]
     (item,) = judge(synthetic(GOOD | curves)).advice
     assert [x.rule.name for x in item.consequences] == ["truncated", "flat"]
@@ -461,7 +461,8 @@ def test_level_is_judged_from_the_third_rollout():
         assert causes(judgement) == ["Many completions are truncated"] * judged
 
 
-def test_failures_are_summed_with_their_first_step_from_the_first_rollout():
+def test_failures_are_summed_and_dated_by_their_first_step():
+    """They count from the first rollout on."""
     judgement = judge(
         run_of({"skipped_steps": Series([0.0, 2.0, 2.0], [7, 8, 9])}, optimizer_steps=16)
     )

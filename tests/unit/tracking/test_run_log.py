@@ -116,7 +116,7 @@ class Door:
         return "w9", 1.0, True
 
 
-def test_last_observation_is_in_the_transcript_though_nothing_reads_it(tmp_path):
+def test_unread_last_observation_is_in_the_transcript(tmp_path):
     args = config(tmp_path, max_steps=1)
     PPOTrainer(llama(), args=args, environment_factory=Door, processing_class=tokenizer()).train()
     (sheet,) = read_run(tmp_path).sheets

@@ -159,7 +159,9 @@ def test_errors_escape_control_characters_and_mask_secrets(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "prompt", ["w1 " * 10**5, [{"role": "user", "content": "w1 " * 10**5}] * 9]
 )
-def test_an_error_about_a_prompt_is_short_whatever_the_prompt_and_the_template_say(prompt):
+def test_error_about_a_prompt_is_short_for_any_prompt(prompt):
+    """And for any message of the template."""
+
     def fails(*args, **kwargs):
         raise ValueError("no\n" * 10**5)
 
@@ -393,7 +395,7 @@ def test_long_episodes_keep_short_turns_and_both_ends():
 # ---- exceptions of rewards ----
 
 
-def test_an_exception_in_a_reward_keeps_its_cause_on_every_way_out(tmp_path):
+def test_exception_in_a_reward_keeps_its_cause_on_every_path(tmp_path):
     def fails(**_):
         return 1 / 0
 

@@ -174,7 +174,7 @@ def test_trackio_gets_metrics_and_tables_on_this_machine(tmp_path):
 
 
 @pytest.mark.parametrize("on", ["log_completions", "main process"])
-def test_tables_are_logged_by_the_main_process_alone_and_if_asked_for(tmp_path, monkeypatch, on):
+def test_only_the_main_process_logs_tables_and_only_on_request(tmp_path, monkeypatch, on):
     built = run(tmp_path, "none", log_completions=on != "log_completions")
     if on == "main process":
         monkeypatch.setattr(type(built.accelerator), "is_main_process", False)
