@@ -56,9 +56,7 @@ def test_fields_that_are_the_case_are_accepted(tmp_path):
     assert args.include_num_input_tokens_seen == "no"
 
 
-def test_liger_needs_its_package_on_a_gpu_and_changes_nothing_on_a_cpu(
-    tmp_path, monkeypatch, caplog
-):
+def test_liger_needs_its_package_on_gpus_and_is_off_on_cpus(tmp_path, monkeypatch, caplog):
     assert not PPOConfig(str(tmp_path), use_cpu=True, use_liger_kernel=True).use_liger_kernel
     monkeypatch.setattr(PPOConfig, "device", torch.device("cuda"))
     with pytest.raises(ValueError, match="`use_liger_kernel=True` needs liger-kernel; install it"):
@@ -86,14 +84,14 @@ def test_fields_that_break_a_run_are_refused(tmp_path, settings, message):
         PPOConfig(str(tmp_path), use_cpu=True, **settings)
 
 
-def test_config_has_at_most_46_fields_that_neither_the_trainer_nor_trl_has():
+def test_config_adds_at_most_46_fields_to_the_trainer_and_trl():
     own, theirs, trainers = (
         {field.name for field in fields(x)} for x in (PPOConfig, GRPOConfig, TrainingArguments)
     )
     assert len(own - theirs - trainers - NAMES.keys()) <= 46
 
 
-def test_default_of_checkpointing_warns_of_nothing_and_can_be_switched_off(tmp_path):
+def test_default_checkpointing_is_silent_and_can_be_turned_off(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         assert PPOConfig(str(tmp_path), use_cpu=True).gradient_checkpointing is True
@@ -228,5 +226,5 @@ def test_setting_of_the_trainer_that_changes_nothing_is_said(
     [({}, True), ({"logging_steps": 0.1}, False), ({"logging_strategy": "epoch"}, False)],
     ids=str,
 )
-def test_first_step_is_logged_by_default_if_logs_are_counted_in_steps(settings, logs):
+def test_first_step_is_logged_by_default_if_logs_count_steps(settings, logs):
     assert PPOConfig("run", use_cpu=True, **settings).logging_first_step is logs

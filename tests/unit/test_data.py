@@ -503,7 +503,8 @@ def test_rows_are_drawn_as_often_as_their_weights(weights):
     torch.testing.assert_close(counts.double().mean(0), 12 * share, rtol=0, atol=0.1)
 
 
-def test_last_row_is_drawn_where_single_precision_would_end_beyond_it(monkeypatch):
+def test_largest_random_number_draws_the_last_row(monkeypatch):
+    """In single precision it would end beyond it."""
     monkeypatch.setattr(
         torch,
         "rand",

@@ -177,7 +177,7 @@ def test_text_without_a_secret_is_unchanged(text):
     assert redacted(text) == text
 
 
-def test_no_setting_of_a_run_has_the_name_of_a_secret_but_the_token():
+def test_only_the_hub_token_is_named_like_a_secret():
     assert {entry.name for entry in fields(PPOConfig) if is_secret(entry.name)} == {"hub_token"}
 
 

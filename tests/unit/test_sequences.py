@@ -40,7 +40,7 @@ def same(one, other):
     return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs)
 
 
-def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
+def test_prompts_are_padded_left_and_completions_right():
     padded = sequences()
     assert padded.prompt_ids[:2].tolist() == [[PAD, 11, 12, 13], [PAD, PAD, PAD, 21]]
     assert padded.completion_ids[:2].tolist() == [[15, PAD, PAD, PAD, PAD], [25, 26, 27, PAD, PAD]]
@@ -49,7 +49,7 @@ def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
     assert len(padded) == 4
 
 
-def test_masks_find_the_tokens_again_whatever_padding_is_filled_with():
+def test_masks_recover_the_tokens_with_any_padding_id():
     for pad in (PAD, 11, 25, 39):  # also with an id that is a real token elsewhere
         padded = sequences(pad=pad)
         for row in range(4):
@@ -94,7 +94,7 @@ def episodes(rows=range(4)):
     return Sequences.from_token_ids(*ids, PAD, "cpu", sampled=[SAMPLED[r] for r in rows])
 
 
-def test_packed_rows_follow_each_other_and_are_read_before_sampled_tokens():
+def test_packed_rows_are_chained_and_read_before_sampled_tokens():
     packed = episodes().packed
     rows = [PROMPTS[r] + COMPLETIONS[r] for r in range(4)]
     assert packed.input_ids.tolist() == list(itertools.chain(*rows))

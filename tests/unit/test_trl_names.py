@@ -172,9 +172,7 @@ def test_conflicts_and_other_values_raise_with_the_reason(tmp_path, settings, me
         ("use_transformers_paged", "drops rows that ended from the batch"),
     ],
 )
-def test_field_that_scripts_set_is_accepted_with_what_happens_instead(
-    tmp_path, caplog, name, instead
-):
+def test_field_without_effect_warns_with_what_happens_instead(tmp_path, caplog, name, instead):
     made(tmp_path, **{name: True})
     assert f"`{name}=True` has no effect; " in caplog.text and instead in caplog.text
     caplog.clear()
@@ -193,7 +191,7 @@ def test_scale_that_a_critic_does_not_have_is_said(tmp_path, caplog, scale, want
     assert "scale_rewards" not in caplog.text
 
 
-def test_every_setting_of_a_grpo_config_is_accepted_at_its_default(tmp_path, caplog):
+def test_every_default_of_a_grpo_config_is_accepted(tmp_path, caplog):
     logging.getLogger("transformers").propagate = True
     args = PPOConfig(**GRPOConfig(str(tmp_path), **PLAIN).to_dict())
     sizes = (
