@@ -52,7 +52,7 @@ def test_inadmissible_command_takes_a_turn_and_reaches_no_engine(games, tmp_path
     assert [x[2] for x in steps] == [False] * 5 + [True] and not list(tmp_path.iterdir())
 
 
-def test_games_that_start_in_threads_are_those_of_one_after_the_other(games):
+def test_games_started_in_threads_equal_those_started_in_turn(games):
     def start(number):
         return TextWorld().reset(games[number % 2], 0)
 
@@ -88,7 +88,7 @@ def test_tools_play_the_same_episode(games):
     assert tool.won and tool.get_reward() == pytest.approx(2)
 
 
-def test_template_writes_a_turn_and_a_tool_call_with_the_same_tokens(games):
+def test_turns_and_tool_calls_are_rendered_to_the_same_tokens(games):
     text = byte_tokenizer()
     text.chat_template = TEMPLATE
     text.response_template = RESPONSES
