@@ -285,7 +285,7 @@ def train_until(output_dir, settings, step, owner, name, calls):
     killed_runs.train(output_dir, settings)
 
 
-def test_run_killed_ten_times_amid_overlap_ends_as_the_uninterrupted_one(base, server, tmp_path):
+def test_ten_kills_amid_overlap_do_not_change_the_result(base, server, tmp_path):
     settings = OVERLAP | {"model": base, "vllm_server_base_url": server.url}
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
