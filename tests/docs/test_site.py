@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from pages import ROOT
 
 
@@ -47,3 +48,14 @@ def test_pages_load_nothing_from_other_hosts(site):
                 assert not part.lstrip('"').startswith(("http", "//")), (
                     f"{page.relative_to(site)}: {part[:80]}"
                 )
+
+
+def test_workflow_publishes_the_strictly_built_site():
+    """The folder that mkdocs writes is the one that is uploaded."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/docs.yml").read_text(encoding="utf-8"))
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    steps = workflow["jobs"]["build"]["steps"]
+    assert "python -m mkdocs build --strict" in [step.get("run") for step in steps]
+    (upload,) = [step for step in steps if "upload-pages-artifact" in step.get("uses", "")]
+    assert f"site_dir: {upload['with']['path']}\n" in config
+    assert workflow["jobs"]["deploy"]["needs"] == "build"
