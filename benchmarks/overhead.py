@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_ppo_ext import PPOConfig
+from trl_ppo_ext.batch_plan import BatchPlan
 from trl_ppo_ext.data import PROMPT_IDS, RolloutSampler, Rows
 from trl_ppo_ext.modeling.loading import load_actor_critic
-from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.sequences import Sequences
 
 

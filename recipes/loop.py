@@ -10,12 +10,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from trl_ppo_ext.episodes.transformers import cut_at_stop
+from trl_ppo_ext.batch_plan import BatchPlan
+from trl_ppo_ext.episodes.generator import cut_at_stop
 from trl_ppo_ext.modeling import ActorCritic
 from trl_ppo_ext.modeling.critics import Units, new_critic, rewards_so_far
 from trl_ppo_ext.ppo.advantages import Discounts, in_units, of_critic
 from trl_ppo_ext.ppo.baseline import MEMORY
-from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.credit import fit_new
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.state import RunState

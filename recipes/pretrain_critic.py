@@ -15,13 +15,12 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext import PPOTrainer, ppo_math
 from trl_ppo_ext.checkpoints.files import save_critic
 from trl_ppo_ext.commands.launch import build_trainer, load_datasets, parse
 from trl_ppo_ext.commands.probe import held_out_rollouts
 from trl_ppo_ext.modeling import ValueHead
 from trl_ppo_ext.modeling.adapters import CRITIC_NUMBERS, public_name
-from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo.rollouts import Rollout, Samples, score_tokens, with_rewards_so_far
 
 HELD_OUT = 256  # completions that the explained variance is measured on, at least

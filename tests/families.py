@@ -9,7 +9,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from trl_ppo_ext import PPOConfig
-from trl_ppo_ext.episodes.transformers import why_not_reused
+from trl_ppo_ext.episodes.decoder import why_not_reused
 from trl_ppo_ext.memory import model_sizes, on_meta
 from trl_ppo_ext.modeling.loading import load_actor_critic, name_of_loader
 

@@ -24,8 +24,8 @@ from transformers import GenerationConfig, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_liger_kernel_available, is_torch_bf16_gpu_available, logging
 
-from .ppo.batch_plan import BatchPlan, factor_of
-from .ppo.math import TRUST, SamplerCorrection
+from .batch_plan import BatchPlan, factor_of
+from .ppo_math import TRUST, SamplerCorrection
 from .redaction import shown, without_secrets
 from .trl_names import NAMES, TABLES, TRLFields, applied, moved, remedy_of
 

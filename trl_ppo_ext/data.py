@@ -25,8 +25,8 @@ from transformers.utils import logging
 from trl import is_conversational
 
 from . import __version__
+from .batch_plan import BatchPlan
 from .config import HIDDEN_STATE, PPOConfig
-from .ppo.batch_plan import BatchPlan
 from .redaction import shortened
 from .sequences import ROLES
 from .text import delimiter_in, encode_chat, encode_text, prefill, text_only, without_none

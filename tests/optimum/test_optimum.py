@@ -4,9 +4,8 @@ import pytest
 import torch
 from optimum import BETA, PROMPTS, Problem, gap, lora, model
 
-from trl_ppo_ext import PPOConfig
+from trl_ppo_ext import PPOConfig, ppo_math
 from trl_ppo_ext.modeling.loading import load_actor_critic
-from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.sequences import Sequences
 
 

@@ -10,12 +10,11 @@ from runs_of_tiny import plain_logprobs, rollouts_of, trainer, write_completions
 from tiny import WORDS, config, llama, prompts, tokenizer
 from transformers.utils import logging
 
-from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext import PPOTrainer, ppo_math
 from trl_ppo_ext.commands.probe import held_out_rollouts, probe
 from trl_ppo_ext.data import PromptError
 from trl_ppo_ext.episodes.record import ANSWERS
 from trl_ppo_ext.ppo import credit, rollouts
-from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo.advantages import OVER_GROUPS
 from trl_ppo_ext.sequences import Sequences
 

@@ -6,8 +6,8 @@ import torch
 from runs_of_tiny import trainer
 from tiny import config
 
+from trl_ppo_ext import ppo_math
 from trl_ppo_ext.modeling.critics import SideCritic
-from trl_ppo_ext.ppo import math as ppo_math
 
 
 def test_defaults_follow_from_the_critic(tmp_path):

@@ -17,8 +17,8 @@ from runs_of_tiny import (
 from tiny import config, llama, prompts
 from transformers.utils import logging
 
+from trl_ppo_ext import ppo_math
 from trl_ppo_ext.modeling.loading import load_actor_critic
-from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo.guards import stand_ins
 from trl_ppo_ext.sequences import ROLES, Sequences
 from trl_ppo_ext.tracking.report import write_report

@@ -14,10 +14,13 @@ from properties import GARBAGE, batches, close, property_test, seeds
 from tiny import config
 from torch.utils.data import BatchSampler
 
+from trl_ppo_ext.batch_plan import BatchPlan, factor_of
 from trl_ppo_ext.data import RolloutSampler
 from trl_ppo_ext.ppo.advantages import Discounts, in_units, of_critic, of_groups
-from trl_ppo_ext.ppo.batch_plan import BatchPlan, factor_of
-from trl_ppo_ext.ppo.math import (
+from trl_ppo_ext.ppo.metrics import Metrics
+from trl_ppo_ext.ppo.rollouts import Rollout
+from trl_ppo_ext.ppo.updates import Updates
+from trl_ppo_ext.ppo_math import (
     Moments,
     adapt_kl_coef,
     dr_grpo_advantages,
@@ -28,9 +31,6 @@ from trl_ppo_ext.ppo.math import (
     token_rewards,
     whiten,
 )
-from trl_ppo_ext.ppo.metrics import Metrics
-from trl_ppo_ext.ppo.rollouts import Rollout
-from trl_ppo_ext.ppo.updates import Updates
 from trl_ppo_ext.sequences import Sequences
 
 # ---- rewards and advantages ----

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.ppo.batch_plan import BatchPlan
+from trl_ppo_ext.batch_plan import BatchPlan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 from supervised_loss import PTXTrainer, tokenize

@@ -18,11 +18,10 @@ from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, trainer, weights,
 from scripted import Echo, call, fails, write_turns
 from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
 
-from trl_ppo_ext import PPOTrainer, RewardError
+from trl_ppo_ext import PPOTrainer, RewardError, ppo_math
 from trl_ppo_ext import trainer as trainer_module
 from trl_ppo_ext.data import weighted_rows
 from trl_ppo_ext.modeling.loading import load_actor_critic
-from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.updates import ppo_loss
 from trl_ppo_ext.sequences import Sequences

@@ -7,8 +7,8 @@ import pytest
 import torch
 from runs_of_tiny import rollouts_of, trainer, weights
 
+from trl_ppo_ext import ppo_math
 from trl_ppo_ext.modeling.critics import Units, rewards_so_far
-from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.ppo.rollouts import score_tokens
 
 SIDE = {"critic": "side", "normalize_values": True, "whiten_advantages": False}

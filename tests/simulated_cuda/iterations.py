@@ -20,7 +20,7 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.data import Rows
-from trl_ppo_ext.ppo.math import Moments
+from trl_ppo_ext.ppo_math import Moments
 
 
 def flash_attention(module, query, *args, **kwargs):

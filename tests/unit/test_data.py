@@ -27,6 +27,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer, data
+from trl_ppo_ext.batch_plan import BatchPlan
 from trl_ppo_ext.data import (
     PROMPT_IDS,
     PromptError,
@@ -35,7 +36,6 @@ from trl_ppo_ext.data import (
     StreamedRows,
     weighted_rows,
 )
-from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.text import encode_completed
 
 CHATS = [

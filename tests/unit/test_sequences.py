@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import config
 
-from trl_ppo_ext.ppo.batch_plan import BatchPlan
+from trl_ppo_ext.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.rollouts import Rollout, cut, micro_batches
 from trl_ppo_ext.ppo.updates import schedule
 from trl_ppo_ext.sequences import ROLES, Sequences

@@ -14,9 +14,8 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 from trl import GRPOConfig, TrlParser
 
 import trl_ppo_ext
-from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext import PPOConfig, PPOTrainer, ppo_math
 from trl_ppo_ext.checkpoints.files import run_settings
-from trl_ppo_ext.ppo import math as ppo_math
 from trl_ppo_ext.trl_names import NAMES
 
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": "none"}

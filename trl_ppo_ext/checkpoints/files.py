@@ -23,7 +23,7 @@ from ..config import PPOConfig
 from ..data import TOKEN_COLUMNS, spread_indices
 from ..distributed import uses_fsdp
 from ..episodes.record import ANSWERS
-from ..episodes.vllm import SERVED
+from ..episodes.vllm_generator import SERVED
 from ..modeling import ActorCritic
 from ..modeling.adapters import (
     ADAPTER_CONFIG,

@@ -12,12 +12,12 @@ from datasets import IterableDataset
 from torch import Tensor, nn
 from transformers.hf_argparser import HfArg
 
+from .. import ppo_math
+from ..batch_plan import BatchPlan
 from ..config import PPOConfig
 from ..data import RolloutSampler
 from ..episodes import Episode
 from ..modeling.critics import COSINES
-from ..ppo import math as ppo_math
-from ..ppo.batch_plan import BatchPlan
 from ..ppo.credit import build_credit
 from ..ppo.metrics import Metrics
 from ..ppo.rollouts import Rollout, Samples, collect

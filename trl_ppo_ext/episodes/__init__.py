@@ -4,5 +4,5 @@ environments."""
 # ruff: noqa: F401
 from .environments import Environments, StepResult
 from .episode import Episode, to_sequences
+from .generator import Generator, ensure_pad_token, stop_token_ids
 from .play import Player, build_player
-from .transformers import Generator, ensure_pad_token, stop_token_ids

@@ -22,11 +22,12 @@ from ..modeling import ActorCritic
 from ..rewards.scoring import guarded, seeded
 from ..text import protected, text_only
 from .chat import CHARACTERS
+from .decoder import TransformersGenerator
 from .environments import Environments, TextEnvironment, bounded
 from .episode import Episode, decode
+from .generator import Generator
 from .record import ANSWERS, Answer, Place, Record, forget
-from .transformers import Generator, TransformersGenerator
-from .vllm import OverlappingGenerator, VLLMGenerator
+from .vllm_generator import OverlappingGenerator, VLLMGenerator
 
 
 class Player:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed import set_weights
-from ..ppo.math import Reduction
+from ..ppo_math import Reduction
 from .adapters import check_fit
 
 SIDE_WIDTH = 256

@@ -6,10 +6,10 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .. import ppo_math
 from ..modeling.critics import Units
-from . import math as ppo_math
+from ..ppo_math import FEWEST, Moments, Reduction
 from .baseline import MEMORY, Groups, fit_baseline, means_of_others
-from .math import FEWEST, Moments, Reduction
 
 SOLVED = 0.1  # share of the largest unit of a run, below which advantages fade
 TRUSTED = 0.5  # weight of a critic from which on its values are bootstrapped from as they are

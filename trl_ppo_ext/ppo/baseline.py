@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .math import FEWEST, Moments, Reduction
+from ..ppo_math import FEWEST, Moments, Reduction
 
 MEMORY = 8  # completions whose weight earlier rollouts have, at most, in means and units of returns
 FOLDS = 16  # parts of the prompts that are left out in turn

@@ -16,10 +16,11 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from .. import ppo_math
 from ..distributed import unsharded
 from ..modeling.critics import FirstFit, SideCritic, ValueHead
+from ..ppo_math import Moments, Reduction
 from ..sequences import Sequences
-from . import math as ppo_math
 from .advantages import (
     Advantages,
     Cuts,
@@ -32,7 +33,6 @@ from .advantages import (
     to_go,
 )
 from .baseline import MEMORY, Groups
-from .math import Moments, Reduction
 from .metrics import Metrics, log_critic
 from .places import default_lambda, enter_at
 from .rollouts import (

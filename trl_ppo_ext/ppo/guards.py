@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers.utils import logging
 
+from .. import ppo_math
 from ..config import PPOConfig
 from ..modeling import ActorCritic, TokenScores
+from ..ppo_math import Reduction
 from ..sequences import LENGTHS, ROLES, Sequences
-from . import math as ppo_math
-from .math import Reduction
 from .metrics import Metrics
 
 logger = logging.get_logger(__name__)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import ppo_math
 from ..config import PPOConfig
 from ..episodes import Episode
 from ..modeling import TokenScores
+from ..ppo_math import Reduction
 from ..rewards import Scored
-from . import math as ppo_math
 from .advantages import CriticAdvantages, in_groups_that_differ
-from .math import Reduction
 from .places import explained_without_clock, place_numbers
 
 # first parts of the names that the trainer logs

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .math import Reduction, latest_sampled, turn_ends
+from ..ppo_math import Reduction, latest_sampled, turn_ends
 
 # over a place, if scores tell more before the last place of a completion than at it
 STEPWISE_LAMBDA = 0.8

@@ -15,13 +15,14 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.utils import logging
 
+from .. import ppo_math
 from ..config import PPOConfig
 from ..episodes import Episode, Player, to_sequences
 from ..modeling import ActorCritic, TokenScores
 from ..modeling.critics import SideCritic, Units, rewards_so_far
+from ..ppo_math import Moments, Reduction
 from ..rewards.scoring import Reward, Scored, ScoringBatch, guarded, monitor, score_all
 from ..sequences import Sequences
-from . import math as ppo_math
 from .advantages import CriticAdvantages
 from .guards import (
     SamplerComparison,
@@ -31,7 +32,6 @@ from .guards import (
     stand_ins,
     warn_of_differences,
 )
-from .math import Moments, Reduction
 from .metrics import (
     Metrics,
     check_metric_name,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .math import Moments
+from ..ppo_math import Moments
 from .places import Information
 
 

@@ -8,11 +8,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from .. import ppo_math
+from ..batch_plan import BatchPlan
 from ..config import PPOConfig
 from ..modeling import TokenScores
-from . import math as ppo_math
-from .batch_plan import BatchPlan
-from .math import Reduction
+from ..ppo_math import Reduction
 from .metrics import Metrics
 from .progress import RolloutInProgress
 from .rollouts import Rollout, cut

@@ -26,8 +26,8 @@ from transformers import (
 from transformers.utils import logging
 
 from .. import __version__
+from ..batch_plan import BatchPlan
 from ..config import PPOConfig
-from ..ppo.batch_plan import BatchPlan
 from ..ppo.rollouts import Samples
 from ..redaction import shortened
 from .advice import judge, number

@@ -29,8 +29,8 @@ from trl_ppo_ext.commands.launch import (
 from trl_ppo_ext.commands.probe import held_out_rollouts
 from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.modeling.loading import default_peft_config
-from trl_ppo_ext.ppo.math import Moments
 from trl_ppo_ext.ppo.rollouts import score_tokens, with_rewards_so_far
+from trl_ppo_ext.ppo_math import Moments
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 import pretrain_critic as module

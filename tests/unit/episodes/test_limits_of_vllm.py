@@ -10,7 +10,7 @@ from peft import LoraConfig
 from runs_of_tiny import trainer
 from tiny import config, llama
 
-from trl_ppo_ext.episodes import vllm
+from trl_ppo_ext.episodes import vllm_generator as vllm
 from trl_ppo_ext.modeling.loading import load_actor_critic
 
 

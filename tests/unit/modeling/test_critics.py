@@ -5,7 +5,7 @@ import torch
 
 from trl_ppo_ext.modeling import SideCritic, ValueHead
 from trl_ppo_ext.modeling.critics import EARNED_BOUND, Units, rewards_so_far
-from trl_ppo_ext.ppo.math import Moments, explained_variance
+from trl_ppo_ext.ppo_math import Moments, explained_variance
 
 
 def test_side_critic_reads_all_positions_beyond_its_end_alike():

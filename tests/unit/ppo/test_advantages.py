@@ -18,7 +18,7 @@ from trl_ppo_ext.ppo.advantages import (
     to_go,
 )
 from trl_ppo_ext.ppo.baseline import MEMORY, Groups
-from trl_ppo_ext.ppo.math import Moments
+from trl_ppo_ext.ppo_math import Moments
 
 STEPS = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 1, 0], [1, 0, 0, 0, 0]]).bool()
 REWARDS = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * STEPS

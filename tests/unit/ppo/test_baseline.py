@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trl_ppo_ext.ppo.baseline import FOLDS, Groups, fit_baseline, means_of_others
-from trl_ppo_ext.ppo.math import Moments, explained_variance, outlier
+from trl_ppo_ext.ppo_math import Moments, explained_variance, outlier
 
 
 def fitted(returns, predictors, groups=Groups(), seen=Moments(), counts=None):

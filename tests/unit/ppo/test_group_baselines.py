@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from trl_ppo_ext.ppo.math import dr_grpo_advantages, grpo_advantages, rloo_advantages
+from trl_ppo_ext.ppo_math import dr_grpo_advantages, grpo_advantages, rloo_advantages
 
 ALL = [grpo_advantages, dr_grpo_advantages, rloo_advantages]
 

@@ -4,7 +4,6 @@ clock."""
 import pytest
 import torch
 
-from trl_ppo_ext.ppo.math import explained_variance
 from trl_ppo_ext.ppo.places import (
     Information,
     default_lambda,
@@ -13,6 +12,7 @@ from trl_ppo_ext.ppo.places import (
     means_by_number,
     place_numbers,
 )
+from trl_ppo_ext.ppo_math import explained_variance
 
 # of an episode
 TURNS = 12

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from trl_ppo_ext.modeling.critics import Units
-from trl_ppo_ext.ppo.math import Moments, adapt_kl_coef
 from trl_ppo_ext.ppo.places import Information
 from trl_ppo_ext.ppo.state import RunState
+from trl_ppo_ext.ppo_math import Moments, adapt_kl_coef
 
 MASK = torch.ones(4, 10, dtype=torch.bool)
 

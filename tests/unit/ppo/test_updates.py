@@ -10,8 +10,8 @@ import torch
 from runs_of_tiny import rollout, token_scores
 from tiny import config
 
+from trl_ppo_ext.batch_plan import BatchPlan
 from trl_ppo_ext.modeling import TokenScores
-from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.metrics import Metrics
 from trl_ppo_ext.ppo.rollouts import cut, micro_batches
 from trl_ppo_ext.ppo.updates import Updates, loss_denominators, ppo_loss, set_learning_rate

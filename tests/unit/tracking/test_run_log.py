@@ -14,8 +14,8 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers import PrinterCallback, TrainerControl, TrainerState
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext.batch_plan import BatchPlan
 from trl_ppo_ext.episodes import Episode
-from trl_ppo_ext.ppo.batch_plan import BatchPlan
 from trl_ppo_ext.ppo.rollouts import Samples, TokenScores
 from trl_ppo_ext.rewards import Scored, ScoringBatch
 from trl_ppo_ext.sequences import Sequences

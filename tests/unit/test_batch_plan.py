@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from trl_ppo_ext.ppo.batch_plan import BatchPlan, factor_of
+from trl_ppo_ext.batch_plan import BatchPlan, factor_of
 
 
 def numbers_after(text, message):

@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig, Cache, MistralConfig, MistralForCau
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.episodes.transformers import LEAVING, TransformersGenerator
+from trl_ppo_ext.episodes.decoder import LEAVING, TransformersGenerator
 from trl_ppo_ext.sequences import Sequences
 
 # several lengths, some repeated more often than others, and not all side by side
@@ -113,7 +113,7 @@ def renamed(trunk, name):
 def test_rows_leave_a_cache_of_either_name_and_a_new_one_warns(build, name, caplog, monkeypatch):
     """Names of another package change: a faster way that is not taken says so."""
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
-    logging.get_logger("trl_ppo_ext.episodes.transformers").warning_once.__func__.cache_clear()
+    logging.get_logger("trl_ppo_ext.episodes.decoder").warning_once.__func__.cache_clear()
     trainer = build(llama())
     trunk = trainer.actor_critic.trunk
     monkeypatch.setattr(trunk, "__class__", renamed(trunk, name))

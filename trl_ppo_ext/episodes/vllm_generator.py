@@ -32,7 +32,7 @@ from ..modeling import ActorCritic
 from ..modeling.adapters import save_adapter
 from ..random_state import RandomState
 from .engine import Ahead, Request, Sampled, VLLMError
-from .transformers import SAMPLING, Generator, stop_token_ids
+from .generator import SAMPLING, Generator, stop_token_ids
 
 if TYPE_CHECKING:
     from .vllm_server import VLLMServer

@@ -1,10 +1,10 @@
 """Sampling with `generate` of transformers."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -26,12 +26,10 @@ from ..config import PPOConfig
 from ..distributed import unsharded
 from ..modeling import ActorCritic
 from ..sequences import Sequences
-from .engine import Ahead
+from .generator import SAMPLING, Generator, cut_at_stop, stop_token_ids
 
 logger = logging.get_logger(__name__)
 
-# fields of both configs
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # share and number of a call's rows that must have ended before they leave
 LEAVING = 0.25
 FEWEST = 8
@@ -42,86 +40,6 @@ RESTARTING = (
     "exponential_decay_length_penalty",
     "guidance_scale",
 )
-
-
-class Generator(Protocol):
-    """Protocol of backends that sample a completion for each prompt, as token ids."""
-
-    stop_token_ids: frozenset[int]
-    args: PPOConfig
-    evaluates: bool = False  # then at `eval_temperature`
-    # of the completions of the last call, per token; None if the backend has none
-    sampled_logprobs: list[list[float]] | None = None
-    ahead: Ahead | None = None  # the next rollout, if it was begun
-
-    @property
-    def temperature(self) -> float:
-        """Temperature of a rollout or an evaluation; 0 is greedy."""
-        if self.evaluates:
-            cooled = self.args.eval_temperature
-        else:
-            cooled = None
-        return self.args.temperature if cooled is None else cooled
-
-    def awake(self) -> AbstractContextManager[None]:
-        """Context of a rollout or a batch of an evaluation, in which the policy does not change."""
-        return nullcontext()
-
-    def generate(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[list[int]]:
-        """Sample a completion for each prompt, of at most `max_completion_length` tokens, or of
-        those that fit it."""
-
-    def has_stopped(self, completion: list[int]) -> bool:
-        """Check if a completion ended by itself, and was not truncated."""
-        return completion[-1] in self.stop_token_ids
-
-    def conversation(self) -> Callable[[list[list[int]], list[int], list[int]], list[list[int]]]:
-        """Function that samples a turn after everything so far, up to each one's room, given
-        rows of its last call."""
-        return lambda prompts, rooms, rows: self.generate(prompts, rooms)
-
-
-def cut_at_stop(completion: list[int], stop_token_ids: frozenset[int]) -> list[int]:
-    """Cut a completion after its first stop token."""
-    end = next(
-        (place for place, token in enumerate(completion, 1) if token in stop_token_ids), None
-    )
-    return completion[:end]
-
-
-def stop_token_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    generation_config: GenerationConfig | None,
-    others: list[int] | None = None,
-) -> list[int]:
-    """Tokens that end a completion: the tokenizer's EOS, those of the model's generation config,
-    and others."""
-    model_stops = getattr(generation_config, "eos_token_id", None)
-    ids = {
-        tokenizer.eos_token_id,
-        *(model_stops if isinstance(model_stops, list) else [model_stops]),
-        *(others or []),
-    }
-    return sorted(ids - {None})
-
-
-def ensure_pad_token(
-    tokenizer: PreTrainedTokenizerBase, stops: list[int], pad_token: str | None = None
-) -> None:
-    """Set the tokenizer's pad token to the given one or, if it has none, to EOS."""
-    if not stops:
-        raise ValueError(
-            "No EOS token ends a completion; set `tokenizer.eos_token`, or `stop_token_ids`."
-        )
-    if pad_token is not None:
-        if pad_token not in tokenizer.get_vocab():
-            raise ValueError(f"`pad_token` must be a token of the tokenizer, got {pad_token!r}.")
-        tokenizer.pad_token = pad_token
-    elif tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(stops[0])
-        logger.warning(
-            "The tokenizer has no pad token, so %r pads; padding is masked.", tokenizer.pad_token
-        )
 
 
 class _Layer(DynamicLayer):
