@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl_ppo_ext.batch_plan import BatchPlan
 from trl_ppo_ext.episodes.generator import cut_at_stop
 from trl_ppo_ext.modeling import ActorCritic
-from trl_ppo_ext.modeling.critics import Units, new_critic, rewards_so_far
+from trl_ppo_ext.modeling.critics import new_critic
 from trl_ppo_ext.ppo.advantages import Discounts, in_units, of_critic
 from trl_ppo_ext.ppo.baseline import MEMORY
 from trl_ppo_ext.ppo.credit import fit_new
@@ -37,10 +37,7 @@ def ppo(
     """Train an adapter on rollouts of all prompts (an even number of texts); `reward` scores a
     list of completions."""
     eos = tokenizer.eos_token_id
-    if prompts:
-        prompt_ids = tokenizer(prompts)["input_ids"]
-    else:
-        prompt_ids = []
+    prompt_ids = [tokenizer(text)["input_ids"] for text in prompts]
     if eos is None:
         raise ValueError("`tokenizer.eos_token` must be set, got None; completions end there.")
     if not prompt_ids or len(prompt_ids) % 2 or not all(prompt_ids):
@@ -53,9 +50,10 @@ def ppo(
     policy = get_peft_model(
         model.eval(), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     )
-    roles = ActorCritic(policy, new_critic(policy, is_normalized=True, length=length))
+    critic = new_critic("side", policy, is_normalized=True, length=length)
+    roles = ActorCritic(policy, critic)
     trained = [list(roles.policy_parameters().values()), list(roles.critic_parameters().values())]
-    groups = zip(trained, (learning_rate, roles.value_head.learning_rate))
+    groups = zip(trained, (learning_rate, critic.learning_rate))
     optimizer = torch.optim.AdamW(
         [{"params": x, "lr": rate} for x, rate in groups], eps=1e-5, weight_decay=0.0
     )
@@ -86,10 +84,8 @@ def ppo(
 
         # 3. Log-probs, and outputs of the critic, which reads earlier rewards in units of earlier
         # rollouts, if any.
-        sequences = replace(
-            sequences, earned=rewards_so_far(token_scores, mask, Units.of(run.rewards), number > 0)
-        )
-        with torch.no_grad(), roles.value_head.recorded() as recorded:
+        sequences = replace(sequences, observed=critic.observe(token_scores, mask, run.critic))
+        with torch.no_grad():
             old = roles(sequences)
             ref_logprobs = roles.reference_logprobs(sequences)
 
@@ -99,21 +95,25 @@ def ppo(
         # 5. Advantages, and targets: outputs are in units of the earlier returns, targets also of
         # this rollout's. The values are weighed by how well they fit the returns, and then
         # subtracted from them.
-        if number == 0:  # a new critic begins with a fit to the first returns
-            fit = fit_new(roles.value_head, recorded, rewards, mask, mask)
-            roles.value_head.set_first_fit(fit.weights)
-            old = old._replace(values=old.values + fit.outputs)
-        discounts = Discounts(gamma=1.0, lam=lam)
+        state = run.critic
+        if critic.is_new(state):  # it begins with a fit to the first returns
+            summary = roles.read_critic(sequences, critic.summary)
+            added, state = fit_new(critic, [summary], state, rewards, mask, mask)
+            old = old._replace(values=old.values + added)
         result, seen = of_critic(
-            rewards, old.values, mask, run.returns, is_normalized=True, discounts=discounts
+            rewards,
+            old.values,
+            mask,
+            state.returns,
+            is_normalized=True,
+            discounts=Discounts(1.0, lam),
         )
         largest = max(run.largest_unit, seen.unit)
         result = in_units(result, seen, largest)
-        run = run._replace(
-            returns=seen,
-            largest_unit=largest,
-            rewards=run.rewards.add(token_scores, mask, memory=MEMORY),
-        )
+        seen_rewards = state.rewards.add(token_scores, mask, memory=MEMORY)
+        state = state._replace(returns=seen, rewards=seen_rewards)
+        run = run._replace(critic=state, largest_unit=largest)
+        critic.install(state)
         data = Rollout(
             sequences,
             mask,

@@ -19,9 +19,9 @@ from trl_ppo_ext import PPOTrainer, ppo_math
 from trl_ppo_ext.checkpoints.files import save_critic
 from trl_ppo_ext.commands.launch import build_trainer, load_datasets, parse
 from trl_ppo_ext.commands.probe import held_out_rollouts
-from trl_ppo_ext.modeling import ValueHead
+from trl_ppo_ext.modeling import Critic
 from trl_ppo_ext.modeling.adapters import CRITIC_NUMBERS, public_name
-from trl_ppo_ext.ppo.rollouts import Rollout, Samples, score_tokens, with_rewards_so_far
+from trl_ppo_ext.ppo.rollouts import Rollout, Samples, observed_by_critic, score_tokens
 
 HELD_OUT = 256  # completions that the explained variance is measured on, at least
 USEFUL = 0.1  # explained variance of a critic that is worth starting from
@@ -86,16 +86,17 @@ def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Sa
     roles = trainer.roles
     run = trainer.run_state
     pairs = []
-    units = cast(ValueHead, trainer.actor_critic.value_head).units(run.returns)
+    critic = cast(Critic, trainer.actor_critic.value_head)
+    units = critic.units(run.critic.returns)
     for rollout, samples in rollouts:
         sequences = rollout.sequences
         mask = rollout.response_mask
         if trainer.args.advantage_level == "turn":
             mask = mask & ppo_math.turn_starts(sequences.turns)[0]
-        if sequences.earned is not None:  # in the units that the critic reads now
-            sequences = with_rewards_so_far(
-                sequences, samples.scored.tokens, sequences.completion_mask, run
-            )
+        # in the units that the critic reads now
+        sequences = observed_by_critic(
+            critic, sequences, samples.scored.tokens, sequences.completion_mask, run
+        )
         values = units.values(score_tokens(roles, sequences).values)
         pairs.append((values[mask], cast(Tensor, samples.returns)[mask]))
     values, returns = map(torch.cat, zip(*pairs))

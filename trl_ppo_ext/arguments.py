@@ -61,6 +61,7 @@ def settle_trainer_arguments(
     eval_dataset: Any,
     environments: Environments,
     curriculum: Callable | None = None,
+    critic_factory: Callable | None = None,
 ) -> None:
     """Check the arguments of [`PPOTrainer`] before anything is loaded, and set what they imply."""
     if not isinstance(args, PPOConfig):
@@ -135,6 +136,11 @@ def settle_trainer_arguments(
             logging.get_logger(__name__).warning(
                 "`hidden_state` of %s needs %s; it is not read.", name, needed
             )
+    if critic_factory is not None and (args.critic != "side" or args.critic_init is not None):
+        raise ValueError(
+            "`critic_factory` builds the critic instead of `critic` and `critic_init`, got "
+            f"`critic={args.critic!r}` and `critic_init={args.critic_init!r}`; remove them."
+        )
     if curriculum is not None and (
         isinstance(train_dataset, IterableDataset) or args.vllm_options.overlap_rollouts
     ):

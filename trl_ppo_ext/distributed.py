@@ -28,7 +28,14 @@ from .redaction import shortened
 T = TypeVar("T")
 DEEPSPEED = "deepspeed>=0.19.8"  # skips steps with a non-finite gradient in every dtype
 # called besides `forward`
-FSDP_FORWARDS = ("generate", "sample", "reference_logprobs", "read_trunk", "prepare_forwards")
+FSDP_FORWARDS = (
+    "generate",
+    "sample",
+    "reference_logprobs",
+    "read_critic",
+    "read_trunk",
+    "prepare_forwards",
+)
 # their state has the shapes of the parameters
 FSDP_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 # settings of FSDP that are supported: attribute of Accelerate's plugin, value, and how to get it

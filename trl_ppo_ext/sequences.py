@@ -70,8 +70,8 @@ class Sequences:
     critic_prompt_lengths: Tensor | None = None  # [batch], on the CPU
     reference_prompt_ids: Tensor | None = None  # those of the reference
     reference_prompt_lengths: Tensor | None = None
-    # [batch, response], rewards before each token, which only the critic reads
-    earned: Tensor | None = None
+    # [batch, response], what the critic reads at each token besides states
+    observed: Tensor | None = None
     # [batch, response], on the CPU, as in `turns`; None if completions are one turn
     sampled: Tensor | None = None
 
@@ -225,6 +225,6 @@ class Sequences:
         width = int(selected["completion_lengths"].max())
         trimmed = {
             x: selected[x][:, :width]
-            for x in {"completion_ids", "earned", "sampled"} & selected.keys()
+            for x in {"completion_ids", "observed", "sampled"} & selected.keys()
         }
         return Sequences(**selected | trimmed)

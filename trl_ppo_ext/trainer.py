@@ -47,7 +47,7 @@ from .concurrency import FAILURES
 from .config import PPOConfig
 from .data import PROMPT_IDS, RolloutSampler, Rows, StreamedRows, weighted_rows
 from .episodes import Environments, build_player, record
-from .modeling.critics import SideCritic
+from .modeling.critics import CriticFactory
 from .modeling.loading import add_critic_to_optimizer, load_actor_critic
 from .ppo.credit import build_credit
 from .ppo.guards import SamplerComparison, count_skipped
@@ -146,6 +146,9 @@ class PPOTrainer(Trainer):
         monitor_funcs (`str`, `PreTrainedModel`, `Callable`, or a list of these, *optional*):
             Rewards that are logged but never optimized. If they fall while the reward rises, the
             reward is hacked.
+        critic_factory (`Callable`, *optional*):
+            Function from the policy to a [`~modeling.Critic`] of one's own, in place of the one
+            that `critic` of the config names. See docs/critics.md.
         curriculum (`Callable`, *optional*): Weighs the rows of the dataset by their scores. See
         docs/environments.md.
 
@@ -184,6 +187,7 @@ class PPOTrainer(Trainer):
         environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
         monitor_funcs: RewardFunc | list[RewardFunc] | None = None,
         curriculum: Callable[[Tensor, Tensor], Any] | None = None,
+        critic_factory: CriticFactory | None = None,
         **unknown: Any,
     ):
         # 1. Check the arguments, before anything is loaded.
@@ -212,6 +216,7 @@ class PPOTrainer(Trainer):
             eval_dataset=eval_dataset,
             environments=environments,
             curriculum=curriculum,
+            critic_factory=critic_factory,
         )
         if not (reward_list or environments.give_rewards):
             args = args.without_rewards()
@@ -242,7 +247,14 @@ class PPOTrainer(Trainer):
                 "rank 16."
             )
         set_seed(args.seed)  # LoRA weights are drawn when the adapter is created
-        actor_critic = load_actor_critic(model, args, quantization_config, peft_config, args.device)
+        actor_critic = load_actor_critic(
+            model,
+            args,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            device=args.device,
+            critic_factory=critic_factory,
+        )
         if args.use_liger_kernel:  # for layers only: log-probs are fused already
             without_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
             apply_liger_kernel(actor_critic.policy, (args.liger_kernel_config or {}) | without_loss)
@@ -310,7 +322,7 @@ class PPOTrainer(Trainer):
         self.credit = build_credit(self.roles, self._metrics["train"])
         self.run_state = RunState(args.kl_coef)
         if actor_critic.value_head is not None:
-            self.run_state = self.run_state.with_critic(actor_critic.value_head.saved_moments)
+            self.run_state = self.run_state._replace(critic=actor_critic.value_head.saved_state)
         self.reward_func_names = [reward.name for reward in rewards]
         pairs = zip(rewards, reward_list)
         self.reward_funcs = [
@@ -445,9 +457,8 @@ class PPOTrainer(Trainer):
             scores = self.accelerator.gather(scores).T.cpu().double()
             played = self.run_state.played.index_add(1, torch.tensor(drawn), scores)
             self.run_state = self.run_state._replace(played=played)
-        if samples.first_fit is not None:
-            cast(SideCritic, self.actor_critic.value_head).set_first_fit(samples.first_fit)
         self._samples["train"] = samples
+        self._install_critic()
         self.updates.start(rollout, self.state.global_step)
         sequences = samples.sequences
         lengths = torch.tensor([int(sequences.prompt_lengths.sum()), len(sequences.positions)])
@@ -455,6 +466,12 @@ class PPOTrainer(Trainer):
         prompt_tokens, completion_tokens = self.roles.all_sum(lengths).tolist()
         self.state.num_input_tokens_seen += prompt_tokens + completion_tokens
         self._tokens_since_log += completion_tokens
+
+    def _install_critic(self) -> None:
+        """Let the critic use the state of the run: collecting a rollout has not changed it."""
+        critic = self.actor_critic.value_head
+        if critic is not None:
+            critic.install(self.run_state.critic)
 
     def _read(self, numbers: Sequence[int]) -> list[dict]:
         unique = sorted(set(numbers))
@@ -573,6 +590,7 @@ class PPOTrainer(Trainer):
     def restore(self, progress: Progress) -> None:
         """Continue from a step: of a checkpoint, or the last complete one after an error."""
         self.run_state = progress.run
+        self._install_critic()
         self.updates.reset()
         if progress.rollout is not None:
             with self.accelerator.autocast():
@@ -851,7 +869,8 @@ class PPOTrainer(Trainer):
             self.actor_critic, cast(str, self.state.best_model_checkpoint)
         )
         if self.actor_critic.value_head is not None:
-            self.run_state = self.run_state.with_critic(self.actor_critic.value_head.saved_moments)
+            critic = self.actor_critic.value_head.saved_state
+            self.run_state = self.run_state._replace(critic=critic)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         """Log, evaluate and save; then keep what the next optimizer step changes before it is

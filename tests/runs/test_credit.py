@@ -260,7 +260,7 @@ def test_new_critic_is_fitted_when_scores_first_differ(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
     for name, x in run.actor_critic.value_head.state_dict().items():
         assert torch.equal(again.actor_critic.value_head.state_dict()[name], x), name
-    assert again.run_state.returns == run.run_state.returns
+    assert again.run_state.critic.returns == run.run_state.critic.returns
 
 
 @pytest.mark.parametrize("level", ["token", "turn"])
@@ -332,10 +332,9 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
     state = run.run_state
     batch = samples.batch
     whole = samples.sequences
-    if critic == "side":  # in today's units
-        whole = rollouts.with_rewards_so_far(
-            whole, samples.scored.tokens, whole.completion_mask, state
-        )
+    whole = rollouts.observed_by_critic(  # in today's units
+        run.actor_critic.value_head, whole, samples.scored.tokens, whole.completion_mask, state
+    )
     values = rollouts.score_tokens(run.roles, whole).values
     starts = ppo_math.turn_starts(whole.completion_mask)[0]
 

@@ -120,7 +120,7 @@ def test_one_broken_score_does_not_set_the_unit_of_the_others(tmp_path, critic, 
     assert [row["outlying_completions"] for row in logs] == [
         float(step == number) for number in range(3)
     ]
-    assert 0.1 < run.run_state.returns.unit < 10
+    assert 0.1 < run.run_state.critic.returns.unit < 10
     rollout = seen[step][0]
     others = [0, 1, 2, *range(4, 16)]
     assert (

@@ -81,7 +81,7 @@ def test_logprobs_of_episodes_are_those_of_a_plain_forward(tmp_path):
                 scores.logprobs[row, : len(counts)][counts], expected[counts]
             )
             hidden = built.trunk(input_ids=torch.tensor([prompt + completion])).last_hidden_state[0]
-            values = built.value_head(hidden[len(prompt) - 1 : -1])[:, 0]
+            values = built.value_head(hidden[len(prompt) - 1 : -1])
             torch.testing.assert_close(scores.values[row, : len(counts)][counts], values[counts])
     assert not scores.logprobs[~sequences.completion_mask].any()
 

@@ -108,7 +108,8 @@ def iterations(trainer, gpu):
     for iteration in range(2):
         if iteration:  # a number read from the simulated GPU is 0, so the critic has seen no return
             # that differ
-            trainer.run_state = trainer.run_state._replace(returns=Moments(1.0, 0.0, 1.0))
+            critic = trainer.run_state.critic._replace(returns=Moments(1.0, 0.0, 1.0))
+            trainer.run_state = trainer.run_state._replace(critic=critic)
         gpu.waits.clear()
         rollout.clear()
         for micro_batch in range(1, trainer.plan.micro_steps + 1):

@@ -29,6 +29,7 @@ from ..modeling.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CRITIC_FOLDER,
+    KIND,
     STATE,
     VALUE_HEAD,
     digest_of_weights,
@@ -37,6 +38,7 @@ from ..modeling.adapters import (
     save_adapter,
     write_weights,
 )
+from ..modeling.critics import CriticState
 from ..rewards.model import AdapterReward
 from ..rewards.scoring import function_name
 
@@ -82,7 +84,7 @@ def save_critic(
     actor_critic: ActorCritic,
     output_dir: str,
     weights: dict[str, Tensor],
-    moments: Mapping[str, Iterable[float]],
+    state: CriticState,
 ) -> None:
     """Write the value head with the moments of its units, and the critic's adapter in its own
     folder, if there are."""
@@ -93,13 +95,12 @@ def save_critic(
         os.makedirs(output_dir, exist_ok=True)
         parameters = {name: weights[f"value_head.{name}"] for name, _ in head.named_parameters()}
         units = {
-            x: tensor(list(moments[x]), dtype=float64)
-            for x in moments
-            if head.is_normalized or x == "rewards"
+            name: tensor(moments, dtype=float64)
+            for name, moments in state.to_json().items()
+            if head.is_normalized or name == "rewards"
         }
-        write_weights(
-            dict(head.named_buffers()) | parameters | units, os.path.join(output_dir, VALUE_HEAD)
-        )
+        tensors = dict(head.named_buffers()) | parameters | units
+        write_weights(tensors, os.path.join(output_dir, VALUE_HEAD), {KIND: head.kind})
     if actor_critic.critic_adapter is not None:
         folder = os.path.join(output_dir, CRITIC_FOLDER)
         save_adapter(
@@ -111,27 +112,24 @@ def save_actor_critic(
     actor_critic: ActorCritic,
     output_dir: str,
     weights: dict[str, Tensor] | None = None,
-    moments: Mapping[str, Iterable[float]] | None = None,
+    state: CriticState = CriticState(),
 ) -> None:
     """Write the policy's adapter, and the critic beside it; pass `weights` if they are sharded."""
     weights = actor_critic.trained_weights() if weights is None else weights
     save_adapter(
         actor_critic.policy, actor_critic.policy_adapter, output_dir, _policy_part(weights)
     )
-    save_critic(actor_critic, output_dir, weights, moments or {})
+    save_critic(actor_critic, output_dir, weights, state)
 
 
 def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None:
     """Load the weights written by [`save_actor_critic`]."""
     head = actor_critic.value_head
-    kind = "none"
+    kind = "none" if head is None else head.kind
     saved_kind = "none"
     missing = f" (it has no {VALUE_HEAD})"
-    if head is not None:
-        kind = kind_of_critic(head.state_dict(), actor_critic.critic_adapter is not None)
     if os.path.isfile(head_file := os.path.join(directory, VALUE_HEAD)):
-        has_adapter = os.path.isfile(os.path.join(directory, CRITIC_FOLDER, ADAPTER_CONFIG))
-        saved_kind = kind_of_critic(load_file(head_file), has_adapter)
+        saved_kind = kind_of_critic(head_file)
         missing = ""
     if saved_kind != kind:
         raise CheckpointError(

@@ -178,12 +178,8 @@ def held_out_rollouts(
     args = copy(trainer.args)
     plan = trainer.plan
     accelerator = trainer.accelerator
-    # Monte Carlo returns: with another λ they would depend on the critic. A new critic is not
-    # fitted to them
-    vars(args).update(
-        {"critic_options": replace(args.critic_options, lam=1.0), "critic_init": "as it is"}
-        | changes
-    )
+    # Monte Carlo returns: with another λ they would depend on the critic
+    vars(args).update({"critic_options": replace(args.critic_options, lam=1.0)} | changes)
     start = 0
 
     def play(rows: list[dict], *_: Any) -> list[Episode]:
@@ -207,6 +203,10 @@ def held_out_rollouts(
     trainer.actor_critic.eval()
     rollouts = []
     credit = build_credit(roles, Metrics(device))
+    run = trainer.run_state
+    critic = trainer.actor_critic.value_head
+    if critic is not None:  # a new one is not fitted to what nobody learns from
+        run = run._replace(critic=critic.settled(run.critic))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(2**32 + args.seed + process)  # the run's own noise begins at its seed
         for number in range(rounds):
@@ -214,9 +214,7 @@ def held_out_rollouts(
             # rewards draw their noise by the step
             state = replace(trainer.state, global_step=trainer.state.global_step + number + 1)
             part = rows[start : start + size]
-            rollout, _, samples = collect(
-                roles, credit, part, trainer.run_state, Metrics(device), state
-            )
+            rollout, _, samples = collect(roles, credit, part, run, Metrics(device), state)
             rollouts.append((rollout, samples))
     return rollouts
 

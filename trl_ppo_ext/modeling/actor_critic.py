@@ -2,10 +2,10 @@
 states, or own adapter)."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -21,7 +21,7 @@ from transformers.utils import output_capturing
 from ..distributed import gathered, unsharded_weights
 from ..sequences import Packed, Sequences
 from .adapters import adapter_parameters, add_adapter, load_adapter_weights
-from .critics import SideCritic, ValueHead
+from .critics import Critic
 from .logprobs import TokenScores, logit_scale_and_cap, project, token_logprobs
 
 # earlier versions count a list of layers from another one, so all states are kept
@@ -175,7 +175,7 @@ class ActorCritic(nn.Module):
 
     Args:
         policy (`PeftModel`): Causal language model with an adapter.
-        value_head ([`ValueHead`], *optional*): Head of the critic. Without it there is no critic.
+        value_head ([`Critic`], *optional*): The critic. Without it there is none.
         reference_adapter (`str`, *optional*): Frozen adapter that is the reference. Defaults to the
         base without one.
         critic_adapter (`str`, *optional*): Adapter that the value head reads. Defaults to the
@@ -191,7 +191,7 @@ class ActorCritic(nn.Module):
     def __init__(
         self,
         policy: PeftModel,
-        value_head: ValueHead | None = None,
+        value_head: Critic | None = None,
         reference_adapter: str | None = None,
         critic_adapter: str | None = None,
         critic_backprop: bool = True,
@@ -341,11 +341,8 @@ class ActorCritic(nn.Module):
         if with_kl:
             with torch.no_grad(), self.reference():
                 ref_hidden = self._hidden_states(sequences.for_reference)
-        if with_values and isinstance(self.value_head, SideCritic):
-            side = self.value_head
-        else:
-            side = None
-        hidden, *states = self._read_layers(sequences, [] if side is None else side.layers)
+        critic = self.value_head if with_values else None
+        hidden, *states = self._read_layers(sequences, [] if critic is None else critic.layers)
         scores = self._project(
             hidden, sequences, temperature, with_entropy=with_entropy, ref_hidden=ref_hidden
         )
@@ -353,18 +350,31 @@ class ActorCritic(nn.Module):
             scores = scores._replace(
                 ref_logprobs=self._project(ref_hidden, sequences, temperature).logprobs
             )
-        if with_values and self.value_head is not None:
-            if self.critic_adapter is not None:
-                with self.adapter(self.critic_adapter):
-                    hidden = self._hidden_states(sequences.for_critic)
-            elif side is not None:
-                earned = None if sequences.earned is None else sequences.pick(sequences.earned)
-                hidden = side.read(states, sequences.positions, earned)
-            elif not self.critic_backprop:
-                hidden = hidden.detach()
+        if critic is not None:
+            inputs = self._critic_inputs(critic, sequences, states or [hidden])
             with torch.autocast(hidden.device.type, enabled=False):
-                scores = scores._replace(values=self.value_head(hidden)[:, 0])
+                scores = scores._replace(values=critic(inputs))
         return scores.map(sequences.spread)
+
+    @torch.no_grad()
+    def read_critic(self, sequences: Sequences, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run a function on what the critic reads at the sampled tokens, `[tokens, features]`."""
+        critic = cast(Critic, self.value_head)
+        hidden, *states = self._read_layers(sequences, critic.layers)
+        inputs = self._critic_inputs(critic, sequences, states or [hidden])
+        with torch.autocast(hidden.device.type, enabled=False):
+            return read(inputs)
+
+    def _critic_inputs(self, critic: Critic, sequences: Sequences, states: list[Tensor]) -> Tensor:
+        """Inputs of the critic from states of the policy, or of an adapter of its own."""
+        if self.critic_adapter is not None:
+            with self.adapter(self.critic_adapter):
+                hidden, *states = self._read_layers(sequences.for_critic, critic.layers)
+            states = states or [hidden]
+        elif not self.critic_backprop:
+            states = [x.detach() for x in states]
+        observed = None if sequences.observed is None else sequences.pick(sequences.observed)
+        return critic.inputs(states, sequences.positions, observed)
 
     def reference_logprobs(self, sequences: Sequences, temperature: float = 1.0) -> Tensor:
         """Log-probs of the response tokens under the reference, `[batch, response]`, 0 at
@@ -381,7 +391,7 @@ class ActorCritic(nn.Module):
     def _hidden_states(self, sequences: Sequences) -> Tensor:
         return self._read_layers(sequences, [])[0]
 
-    def _read_layers(self, sequences: Sequences, layers: list[int]) -> list[Tensor]:
+    def _read_layers(self, sequences: Sequences, layers: Sequence[int]) -> list[Tensor]:
         """Last hidden states where response tokens are predicted, and those after layers, each
         `[tokens, hidden]`."""
         packed = sequences.packed
@@ -401,7 +411,7 @@ class ActorCritic(nn.Module):
             ids = packed.input_ids[None]
         else:
             ids = packed.pad(packed.input_ids)
-        kept = bool(layers) and (layers if SELECTS_STATES else True)
+        kept = bool(layers) and (list(layers) if SELECTS_STATES else True)
         outputs = self.trunk(ids, **inputs, use_cache=False, output_hidden_states=kept)
         read = [outputs.last_hidden_state, *(outputs.hidden_states[layer] for layer in layers)]
         read = [x[0] if x.dim() == 4 else x for x in read]  # the active stream of Gemma 3n

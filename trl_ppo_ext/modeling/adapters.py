@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn, uint8
 
@@ -22,6 +22,7 @@ from ..distributed import gathered, set_weights
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 VALUE_HEAD = "value_head.safetensors"
+KIND = "critic"  # in its header
 CRITIC_FOLDER = "critic"
 STATE = "ppo_state.json"  # the run's state besides weights, with its settings
 # next to a pretrained critic: its training and its explained variance
@@ -195,13 +196,19 @@ def check_same_base(path: str, trained_on: str | None, base: str, remedy: str) -
         )
 
 
-def kind_of_critic(head: dict[str, Tensor], has_adapter: bool) -> str:
-    """Value of `PPOConfig.critic` for saved weights of a value head."""
-    if has_adapter:
-        return "adapter"
-    if {"first.weight", "inputs.weight"} & set(head):
-        return "side"
-    return "head"
+def kind_of_critic(head_file: str) -> str:
+    """Kind of a saved critic: a value of `PPOConfig.critic`, or that of a critic of one's own."""
+    try:
+        with safe_open(head_file, "pt") as file:
+            kind = (file.metadata() or {}).get(KIND)
+    except (SafetensorError, ValueError) as error:
+        raise _damaged(head_file, error) from error
+    if kind is None:
+        raise ValueError(
+            f"`{head_file}` does not say which kind of critic it is; save it again with this "
+            "version, or train a new one."
+        )
+    return kind
 
 
 def check_gamma(path: str, gamma: float) -> None:
@@ -236,7 +243,7 @@ def read_critic(
     if head_file is not None:
         # 1. a critic of a checkpoint, or of `recipes/pretrain_critic.py`
         head = read_weights(head_file)
-        kind = kind_of_critic(head, read_adapter_config(path, CRITIC_FOLDER) is not None)
+        kind = kind_of_critic(head_file)
         if kind != critic:
             raise ValueError(
                 f"`critic_init={path!r}` holds a critic of the kind {kind!r}, and `critic` is "
@@ -283,10 +290,12 @@ def read_critic(
     return {"bias": torch.zeros(1)} | head, reward
 
 
-def write_weights(tensors: dict[str, Tensor], path: str) -> None:
-    """Write tensors as safetensors."""
+def write_weights(
+    tensors: dict[str, Tensor], path: str, about: dict[str, str] | None = None
+) -> None:
+    """Write tensors as safetensors; `about` are texts in the file's header."""
     contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    save_file(contiguous, path, metadata={"format": "pt"})
+    save_file(contiguous, path, metadata={"format": "pt"} | (about or {}))
 
 
 def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[str, Tensor]) -> None:

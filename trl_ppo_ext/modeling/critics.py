@@ -1,15 +1,14 @@
-"""Critics: a linear value head on one state, or a small network on several; their units, inputs
-and learning rates."""
+"""Critics: what one reads and predicts, in whose units; a linear head on one state, and a small
+network on several."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..distributed import set_weights
-from ..ppo_math import Reduction
+from ..ppo_math import Moments, Reduction
 from .adapters import check_fit
 
 SIDE_WIDTH = 256
@@ -20,6 +19,24 @@ DIRECTIONS = 256  # of the inputs, at random, in which the first fit sees them
 FIRST_COSTS = 128.0, 16.0
 MOMENTS = ("returns", "rewards")  # in the file of a critic: count, mean and squares of each
 EARNED_BOUND = 5.0  # of outliers among the rewards so far
+
+
+class CriticState(NamedTuple):
+    """What a critic has seen of a run; collecting a rollout returns a new one."""
+
+    returns: Moments = Moments()  # Monte Carlo returns of recent rollouts
+    rewards: Moments = Moments()  # rewards per token of recent rollouts
+    first_fit: Tensor | None = None  # weights of its inputs; None before, and without
+
+    def to_json(self) -> dict[str, list[float]]:
+        """Plain numbers of a checkpoint, which has tensors elsewhere."""
+        return {name: list(getattr(self, name)) for name in MOMENTS}
+
+    @classmethod
+    def from_json(cls, saved: Any) -> "CriticState":
+        """Restore the state that [`to_json`] returned."""
+        moments = {name: Moments(*map(float, saved.get(name, Moments()))) for name in MOMENTS}
+        return cls(moments["returns"], moments["rewards"])
 
 
 class Units(NamedTuple):
@@ -37,7 +54,7 @@ class Units(NamedTuple):
     deviation: float = 1.0
 
     @classmethod
-    def of(cls, moments: Any) -> "Units":
+    def of(cls, moments: Moments) -> "Units":
         """Units of values with these moments."""
         return cls(moments.mean, moments.unit)
 
@@ -48,6 +65,116 @@ class Units(NamedTuple):
     def targets(self, returns: Tensor) -> Tensor:
         """What a critic must output to predict these returns."""
         return (returns - self.mean) / self.deviation
+
+
+class FirstFit(NamedTuple):
+    """A linear fit to the returns of a rollout."""
+
+    weights: Tensor  # of a critic's inputs
+    outputs: Tensor  # of the tokens that it was fitted to
+
+
+class Critic(nn.Module):
+    """Predicts at each sampled token what the rest of the completion earns, from states that the
+    policy's forward computes anyway.
+
+    To add one, define `inputs` and `forward`, and pass a function that builds it as
+    `critic_factory`. Keep its weights in float32.
+
+    Args:
+        is_normalized (`bool`, *optional*, defaults to `True`):
+            Whether it predicts in units of the returns, instead of those of the rewards.
+    """
+
+    kind: str = "own"  # in its file
+    layers: Sequence[int] = ()  # of the trunk, after which it reads states; the last one by default
+    learning_rate: float | None = None  # that of the policy
+    begins_with_fit: bool = False  # a new one, to the returns of its first rollout
+
+    def __init__(self, is_normalized: bool = True):
+        super().__init__()
+        self.is_normalized = is_normalized
+        self.saved_state = CriticState()  # in its file, with which a run begins
+
+    # ---- what a critic defines ----
+
+    def observe(self, token_scores: Tensor, mask: Tensor, state: CriticState) -> Tensor | None:
+        """What it reads at each token besides states, `[batch, response]`.
+
+        `token_scores` are the rewards; it may read those before a token.
+        """
+        return None
+
+    def inputs(self, states: list[Tensor], positions: Tensor, observed: Tensor | None) -> Tensor:
+        """`[tokens, features]` from states `[tokens, hidden]` after each of `layers`.
+
+        `positions` in the completion and what it observed are `[tokens]`.
+        """
+        raise NotImplementedError
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Outputs `[tokens]`, in units of the returns if it is normalized."""
+        raise NotImplementedError
+
+    def check(
+        self,
+        token_scores: Tensor,
+        totals: Tensor,
+        usable: Tensor,
+        mask: Tensor,
+        all_sum: Reduction,
+    ) -> None:
+        """Raise a `ValueError` for rewards of the first rollout that it must not read."""
+
+    def settled(self, state: CriticState) -> CriticState:
+        """State in which it is not new, whatever it has seen."""
+        return state
+
+    def install(self, state: CriticState) -> None:
+        """Use a state from now on; only the trainer calls it, between rollouts and updates."""
+
+    # ---- what all have ----
+
+    def units(self, returns: Moments) -> Units:
+        """Units in which it predicts, after returns with these moments."""
+        if self.is_normalized:
+            return Units.of(returns)
+        return Units()
+
+    def is_new(self, state: CriticState) -> bool:
+        """Whether it is to be fitted to the next rollout."""
+        return self.begins_with_fit and state.first_fit is None
+
+    def load_saved(self, saved: dict[str, Tensor]) -> None:
+        """Load a saved critic, and keep its moments aside; without those of returns it predicts
+        rewards."""
+        self.saved_state = CriticState.from_json(saved)
+        self.is_normalized = "returns" in saved
+        tensors = self.state_dict(keep_vars=True)
+        weights = {name: x for name, x in saved.items() if name not in MOMENTS}
+        check_fit(tensors, weights)
+        set_weights(tensors, weights)
+
+
+class ValueHead(nn.Linear, Critic):
+    """Linear head in float32 that starts at zero, so that a new critic predicts the mean return."""
+
+    kind = "head"
+
+    def __init__(self, hidden_size: int, is_normalized: bool, device: torch.device):
+        super().__init__(hidden_size, 1, dtype=torch.float32, device=device)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        self.is_normalized = is_normalized
+
+    def inputs(self, states: list[Tensor], positions: Tensor, observed: Tensor | None) -> Tensor:
+        """The last state."""
+        return states[-1]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Outputs `[tokens]` of states `[tokens, hidden]`."""
+        # DeepSpeed casts the weights that it trains
+        return super().forward(inputs.to(self.weight.dtype)).float()[:, 0]
 
 
 def side_layers(num_layers: int) -> list[int]:
@@ -68,48 +195,6 @@ def rewards_so_far(rewards: Tensor, mask: Tensor, units: Units, is_known: bool) 
     return earned.clamp(-EARNED_BOUND, EARNED_BOUND).masked_fill(~mask, 0)
 
 
-class ValueHead(nn.Linear):
-    """Linear head in float32 that starts at zero, so that a new critic predicts the mean return."""
-
-    learning_rate: float | None = None  # that of the policy
-
-    def __init__(self, hidden_size: int, is_normalized: bool, device: torch.device):
-        super().__init__(hidden_size, 1, dtype=torch.float32, device=device)
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-        # it predicts in units of the returns; else in those of the rewards
-        self.is_normalized = is_normalized
-        self.saved_moments: dict[str, Tensor] = {}  # in its file, with which a run begins
-
-    def units(self, returns: Any) -> Units:
-        """Units in which it predicts, after returns with these moments."""
-        if self.is_normalized:
-            return Units.of(returns)
-        return Units()
-
-    def load_saved(self, saved: dict[str, Tensor]) -> None:
-        """Load a saved critic, and keep its moments aside; without those of returns it predicts
-        rewards."""
-        self.saved_moments = {name: saved[name] for name in MOMENTS if name in saved}
-        self.is_normalized = "returns" in self.saved_moments
-        tensors = self.state_dict(keep_vars=True)
-        weights = {name: x for name, x in saved.items() if name not in MOMENTS}
-        check_fit(tensors, weights)
-        set_weights(tensors, weights)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Outputs `[tokens, 1]` of states `[tokens, hidden]`."""
-        # DeepSpeed casts the weights that it trains
-        return super().forward(hidden.to(self.weight.dtype)).float()
-
-
-class FirstFit(NamedTuple):
-    """A linear fit to the returns of a rollout."""
-
-    weights: Tensor  # of a critic's inputs
-    outputs: Tensor  # of the tokens that it was fitted to
-
-
 class SideCritic(ValueHead):
     """Gated MLP on states of several layers, the position in the completion, and the rewards before
     it.
@@ -128,7 +213,9 @@ class SideCritic(ValueHead):
     answer that ends would seem to lose it, and a policy may unlearn EOS in one rollout.
     """
 
+    kind = "side"
     learning_rate = 1e-3
+    begins_with_fit = True
 
     def __init__(
         self,
@@ -156,19 +243,52 @@ class SideCritic(ValueHead):
         # a critic of shorter completions must not read those beyond as their mirror image
         return (torch.minimum(positions, self.length)[..., None] * frequencies).cos().float()
 
-    @contextmanager
-    def recorded(self) -> Iterator[list[Tensor]]:
-        """Keep what the first fit sees of the inputs in a context, `[tokens, DIRECTIONS +
-        COSINES]` per forward."""
-        kept = list[Tensor]()
-        directions = self.directions()
-        hook = self.register_forward_pre_hook(
-            lambda _, args: kept.append(nn.functional.linear(args[0], directions))
+    def observe(self, token_scores: Tensor, mask: Tensor, state: CriticState) -> Tensor:
+        """Rewards so far, in units of earlier rollouts, if any."""
+        is_known = state.rewards.weight > 0
+        return rewards_so_far(token_scores, mask, Units.of(state.rewards), is_known)
+
+    def inputs(self, states: list[Tensor], positions: Tensor, observed: Tensor | None) -> Tensor:
+        """States, position and rewards so far, each as long as a state, and cosines of the
+        position for the first fit."""
+        size = states[-1].shape[-1]
+        normalized = [nn.functional.rms_norm(x.detach().float(), x.shape[-1:]) for x in states]
+        cosines = self.cosines(positions)
+        position = nn.functional.pad(cosines, (0, size - COSINES))
+        rewards = torch.zeros_like(cosines[:, :1]) if observed is None else observed[:, None]
+        # as long as a state, or they would drown in large models
+        norm = (size / COSINES) ** 0.5
+        return torch.cat(
+            [self.scale * torch.cat([*normalized, norm * position, norm * rewards], 1), cosines], 1
         )
-        try:
-            yield kept
-        finally:
-            hook.remove()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Outputs `[tokens]`: what was trained, and the first fit."""
+        gate, up = self.first(inputs[:, :-COSINES].to(self.first.weight.dtype)).chunk(2, 1)
+        trained = super().forward(nn.functional.silu(gate) * up)
+        return trained + inputs @ self.first_fit.float()
+
+    def install(self, state: CriticState) -> None:
+        """Let the first fit of a state count in the outputs."""
+        if state.first_fit is None:
+            self.first_fit.zero_()
+        else:
+            self.first_fit.copy_(state.first_fit)
+
+    def settled(self, state: CriticState) -> CriticState:
+        """State with the fit that counts now, also if there was none."""
+        return state._replace(first_fit=self.first_fit.clone())
+
+    def load_saved(self, saved: dict[str, Tensor]) -> None:
+        """Load a saved critic, which begins with its own fit."""
+        super().load_saved(saved)
+        self.saved_state = self.settled(self.saved_state)
+
+    # ---- the first fit ----
+
+    def summary(self, inputs: Tensor) -> Tensor:
+        """What the first fit sees of the inputs, `[tokens, DIRECTIONS + COSINES]`."""
+        return nn.functional.linear(inputs, self.directions())
 
     def directions(self) -> Tensor:
         """What the first fit sees of the inputs: random directions, the same for all, and the
@@ -180,20 +300,20 @@ class SideCritic(ValueHead):
 
     def fit(
         self,
-        recorded: list[Tensor],
+        summaries: list[Tensor],
         targets: Tensor,
         steps: Tensor,
         completions: Tensor,
         all_sum: Reduction,
     ) -> FirstFit:
-        """Fit the targets of the tokens that were recorded; [`set_first_fit`] lets it count.
+        """Fit the targets of tokens to the [`summary`] of their inputs, by micro-batch.
 
         By ridge regression over those that are `steps`, in which a weight costs as much as so many
         completions: it takes little of few. One of full length with targets of 0 is added at the
         positions, where none may be.
         """
         device = targets.device
-        read = torch.cat(recorded)
+        read = torch.cat(summaries)
         # float64 if the device has it (Apple's GPUs do not): the sums must not depend on the ranks
         if device.type == "mps":
             dtype = torch.float32
@@ -219,54 +339,68 @@ class SideCritic(ValueHead):
         weights = torch.linalg.solve(products + ridge, totals).to(read)
         return FirstFit(weights @ self.directions(), read @ weights)
 
-    def set_first_fit(self, weights: Tensor) -> None:
-        """Let a first fit count in the outputs."""
-        self.first_fit.copy_(weights)
+    def check(
+        self,
+        token_scores: Tensor,
+        totals: Tensor,
+        usable: Tensor,
+        mask: Tensor,
+        all_sum: Reduction,
+    ) -> None:
+        """Raise if each score is spread evenly over its tokens: it would be read there.
 
-    @contextmanager
-    def with_first_fit(self, weights: Tensor | None) -> Iterator[None]:
-        """Let a first fit count within a context."""
-        if weights is None:
-            yield
-            return
-        before = self.first_fit.clone()
-        self.set_first_fit(weights)
-        try:
-            yield
-        finally:
-            self.set_first_fit(before)
-
-    def read(self, states: list[Tensor], positions: Tensor, earned: Tensor | None) -> Tensor:
-        """Input of the network, from states `[tokens, hidden]` after each of `layers`; the
-        others are `[tokens]`."""
-        size = states[-1].shape[-1]
-        normalized = [nn.functional.rms_norm(x.detach().float(), x.shape[-1:]) for x in states]
-        cosines = self.cosines(positions)
-        position = nn.functional.pad(cosines, (0, size - COSINES))
-        rewards = torch.zeros_like(cosines[:, :1]) if earned is None else earned[:, None]
-        # as long as a state, or they would drown in large models
-        norm = (size / COSINES) ** 0.5
-        return torch.cat(
-            [self.scale * torch.cat([*normalized, norm * position, norm * rewards], 1), cosines], 1
+        A reward must be known when its token is sampled, or the rewards so far tell of those that
+        follow.
+        """
+        lengths = mask.sum(1)
+        means = totals / lengths.clamp(min=1)
+        differences = (token_scores - means[:, None]).abs()
+        is_even = (differences <= 1e-5 * means.abs()[:, None]) | ~mask
+        counts = (usable & (lengths > 2)).to(means)
+        sums = (
+            counts.sum(),
+            (is_even.all(1) * counts).sum(),
+            (means * counts).sum(),
+            (means**2 * counts).sum(),
         )
+        rows, even, total, squares = all_sum(torch.stack(sums)).tolist()
+        they_differ = squares - total**2 / max(rows, 1) > 1e-4 * squares
+        if rows >= 8 and even == rows and they_differ:
+            raise ValueError(
+                "The rewards per token of the first rollout are equal within each completion, and "
+                "differ between them: scores of whole completions, spread over tokens. "
+                "`critic='side'` would read them before they are earned; return one number per "
+                "completion, or set `critic='head'`."
+            )
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Outputs `[tokens, 1]` of what was [`read`]."""
-        gate, up = self.first(hidden[:, :-COSINES].to(self.first.weight.dtype)).chunk(2, 1)
-        return (
-            super().forward(nn.functional.silu(gate) * up)
-            + (hidden @ self.first_fit.float())[:, None]
-        )
+
+CriticFactory = Callable[[Any], Critic]  # from the policy
 
 
-def new_critic(policy: Any, is_normalized: bool, length: int | None = None) -> ValueHead:
-    """Critic on the last states of a policy; with the maximum `length` of completions, a side
-    network."""
+def new_critic(
+    kind: str, policy: Any, is_normalized: bool, length: int, factory: CriticFactory | None = None
+) -> Critic:
+    """Critic on the states of a policy, for completions of at most `length` tokens."""
+    if factory is not None:
+        critic = factory(policy)
+        if not isinstance(critic, Critic):
+            raise TypeError(
+                f"`critic_factory` must return a `Critic`, got {type(critic).__name__}; derive its "
+                "class from `trl_ppo_ext.modeling.Critic`."
+            )
+        return critic.to(policy.device)
     output = policy.get_output_embeddings()
     config = policy.config.get_text_config()
     width = getattr(output, "in_features", config.hidden_size)  # smaller in OPT-350m
-    if length is None:
-        return ValueHead(width, is_normalized, policy.device)
-    return SideCritic(
-        width, config.hidden_size, config.num_hidden_layers, length, is_normalized, policy.device
-    )
+    if kind == "side":
+        return SideCritic(
+            last_size=width,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            length=length,
+            is_normalized=is_normalized,
+            device=policy.device,
+        )
+    head = ValueHead(width, is_normalized, policy.device)
+    head.kind = kind  # on the policy's states, or on those of an adapter of its own
+    return head

@@ -40,7 +40,7 @@ from .adapters import (
     read_critic,
 )
 from .base_files import check_base_is_in_its_files
-from .critics import new_critic
+from .critics import CriticFactory, new_critic
 
 logger = logging.get_logger(__name__)
 
@@ -353,9 +353,10 @@ def load_actor_critic(
     quantization_config: BitsAndBytesConfig | None = None,
     peft_config: PeftConfig | str | None = None,
     device: torch.device | str = "cpu",
+    critic_factory: CriticFactory | None = None,
 ) -> ActorCritic:
     """Build the actor-critic: a frozen base, the policy's adapter, and the critic that the
-    config names."""
+    config names or `critic_factory` builds."""
     if isinstance(model, str):
         model = load_base(model, args, quantization_config, torch.device(device))
     else:
@@ -388,14 +389,15 @@ def load_actor_critic(
     _prepare_modules(policy)
 
     # 3. the critic's head
-    if critic == "side":
-        length = args.max_completion_length
-    else:
-        length = None
-    if critic == "none":
-        head = None
-    else:
-        head = new_critic(policy, bool(args.normalize_values), length)
+    head = None
+    if critic != "none":
+        head = new_critic(
+            critic,
+            policy,
+            is_normalized=bool(args.normalize_values),
+            length=args.max_completion_length,
+            factory=critic_factory,
+        )
     if head is not None and saved_head is not None:
         try:
             if critic_adapter is not None and files is not None:

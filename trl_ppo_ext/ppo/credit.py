@@ -5,7 +5,6 @@ and state; it changes nothing of what it is given. A variant that a run does not
 chain.
 """
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -18,8 +17,8 @@ from transformers.utils import logging
 
 from .. import ppo_math
 from ..distributed import unsharded
-from ..modeling.critics import FirstFit, SideCritic, ValueHead
-from ..ppo_math import Moments, Reduction
+from ..modeling.critics import Critic, CriticState, SideCritic
+from ..ppo_math import Reduction
 from ..sequences import Sequences
 from .advantages import (
     Advantages,
@@ -41,9 +40,10 @@ from .rollouts import (
     Roles,
     Samples,
     micro_batches,
+    observed_by_critic,
+    read_by_critic,
     rows_of_environments,
     score_tokens,
-    with_rewards_so_far,
 )
 from .state import RunState
 
@@ -188,36 +188,37 @@ def estimate_by_critic(
     groups: Groups,
 ) -> Stepped:
     """GAE with the baseline of a critic, and the targets that the critic learns."""
-    head = cast(ValueHead, roles.actor_critic.value_head)
+    critic = cast(Critic, roles.actor_critic.value_head)
     usable = samples.scored.usable
     # one completion far from all others must not set the units of the others
     ordinary = usable & ~outlying(credit.rewards.sum(1), usable, groups)
     metrics.total("outlying_completions", usable & ~ordinary)
     discounts, run, places = discounts_of(roles, samples, ordinary, run, metrics)
     outputs = cast(Tensor, credit.outputs)
-    if samples.states is not None:
-        fit = first_fit(roles, samples, credit, ordinary, discounts.gamma, run)
-        outputs = outputs + fit.outputs
-        credit = credit._replace(first_fit=fit.weights)
+    is_new = critic.is_new(run.critic)
+    if is_new:
+        added, state = fit_to_rollout(roles, samples, credit, ordinary, discounts.gamma, run.critic)
+        outputs = outputs + added
+        run = run._replace(critic=state)
     result, returns = of_critic(
         credit.rewards,
         outputs,
         credit.steps,
-        run.returns,
-        is_normalized=head.is_normalized,
+        run.critic.returns,
+        is_normalized=critic.is_normalized,
         discounts=discounts,
-        cuts=cuts_of(roles, samples, credit, run),
+        cuts=cuts_of(roles, samples, run, is_new),
         groups=groups,
         ordinary=ordinary,
         all_sum=roles.all_sum,
     )
     counted = credit.response_mask & ordinary[:, None]
-    rewards = run.rewards.add(samples.scored.tokens, counted, roles.all_sum, MEMORY)
+    rewards = run.critic.rewards.add(samples.scored.tokens, counted, roles.all_sum, MEMORY)
     # values that were fitted to these very returns explain nothing yet
-    is_new = samples.states is not None
     log_critic(metrics, result, places, is_new=is_new, all_sum=roles.all_sum)
     credit = credit._replace(advantages=result.advantages, outputs=outputs, critic=result)
-    return credit, run._replace(returns=returns, rewards=rewards)
+    state = run.critic._replace(returns=returns, rewards=rewards)
+    return credit, run._replace(critic=state)
 
 
 def spread_over_turns(samples: Samples, credit: Credit, run: RunState) -> Stepped:
@@ -245,9 +246,10 @@ def whiten_advantages(
 
 def divide_by_unit_of_returns(samples: Samples, credit: Credit, run: RunState) -> Stepped:
     """Advantages in units of the deviation of returns."""
-    if run.returns.varies:
-        run = run._replace(largest_unit=max(run.largest_unit, run.returns.unit))
-    result = in_units(Advantages(credit.advantages), run.returns, run.largest_unit)
+    returns = run.critic.returns
+    if returns.varies:
+        run = run._replace(largest_unit=max(run.largest_unit, returns.unit))
+    result = in_units(Advantages(credit.advantages), returns, run.largest_unit)
     return credit._replace(advantages=result.advantages, unit=credit.unit * result.unit), run
 
 
@@ -278,54 +280,59 @@ def measure_unit_of_entropy(
 # ---- parts of the critic's step ----
 
 
-def first_fit(
+def fit_to_rollout(
     roles: Roles,
     samples: Samples,
     credit: Credit,
     ordinary: Tensor,
     gamma: float | Tensor,
-    run: RunState,
-) -> FirstFit:
-    """Fit of a new critic to its first rollout; its outputs are `[batch, response]`."""
+    state: CriticState,
+) -> tuple[Tensor, CriticState]:
+    """Fit a new critic to a rollout; what that adds to the outputs is `[batch, response]`."""
     critic = cast(SideCritic, roles.actor_critic.value_head)
-    states = cast(list, samples.states)
-    # the forwards recorded micro-batches in their own order
+    summaries = read_by_critic(roles, samples.sequences, critic.summary)
+    # micro-batches have their own order
     order = torch.cat(micro_batches(roles.args, samples.sequences)).to(credit.rewards.device)
-    fit = fit_new(
+    added, state = fit_new(
         critic,
-        states,
+        summaries,
+        state,
         credit.rewards[order],
         credit.steps[order],
         samples.sequences.completion_mask[order],
         gamma=(gamma * torch.ones_like(credit.rewards))[order],
-        seen=run.returns,
         enters=(credit.steps & ordinary[:, None])[order],
         all_sum=roles.all_sum,
     )
-    return fit._replace(outputs=fit.outputs[order.argsort()])
+    return added[order.argsort()], state
 
 
 def fit_new(
     critic: SideCritic,
-    recorded: list[Tensor],
+    summaries: list[Tensor],
+    state: CriticState,
     rewards: Tensor,
     steps: Tensor,
     mask: Tensor,
     gamma: float | Tensor = 1.0,
-    seen: Moments = Moments(),
     enters: Tensor | None = None,  # steps that the fit and its units are made of; all by default
     all_sum: Reduction = torch.clone,
-) -> FirstFit:
-    """Fit a new critic to the Monte Carlo returns of its first rollout.
+) -> tuple[Tensor, CriticState]:
+    """Fit a new critic to the Monte Carlo returns of its first rollout; return what that adds to
+    its outputs, and its state.
 
-    Returns of earlier rollouts, if any, were all equal.
+    If all returns are equal, they have no unit: those of the next rollout are fitted.
     """
-    outcomes = ppo_math.gae(rewards, torch.zeros_like(rewards), steps, gamma, 1.0)[1]
+    added = torch.zeros_like(rewards)
+    outcomes = ppo_math.gae(rewards, added, steps, gamma, 1.0)[1]
     enters = steps if enters is None else enters
-    targets = critic.units(seen.add(outcomes, enters, all_sum, MEMORY)).targets(outcomes)
-    fit = critic.fit(recorded, targets[mask], enters[mask], enters.any(1).sum(), all_sum)
-    outputs = torch.zeros_like(rewards).masked_scatter(mask, fit.outputs)
-    return fit._replace(outputs=outputs.where(steps, 0))
+    seen = state.returns.add(outcomes, enters, all_sum, MEMORY)
+    if critic.is_normalized and not seen.varies:
+        return added, state
+    targets = critic.units(seen).targets(outcomes)
+    fit = critic.fit(summaries, targets[mask], enters[mask], enters.any(1).sum(), all_sum)
+    added = added.masked_scatter(mask, fit.outputs).where(steps, 0)
+    return added, state._replace(first_fit=fit.weights)
 
 
 def outlying(totals: Tensor, usable: Tensor, groups: Groups) -> Tensor:
@@ -391,22 +398,25 @@ def discounts_of(
     return discounts, run._replace(information=information), places
 
 
-def cuts_of(roles: Roles, samples: Samples, credit: Credit, run: RunState) -> Cuts | None:
+def cuts_of(roles: Roles, samples: Samples, run: RunState, is_new: bool) -> Cuts | None:
     """Completions that a limit cut where the critic stands for the rest; `None` if no rank has
     any."""
-    head = roles.actor_critic.value_head
-    with head.with_first_fit(credit.first_fit) if isinstance(head, SideCritic) else nullcontext():
-        outputs = outputs_after(roles, samples, run)
+    # the fit of a new critic is not installed before the updates
+    added = run.critic.first_fit if is_new else None
+    outputs = outputs_after(roles, samples, run, added)
     if outputs is None:
         return None
     is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
     return Cuts(is_cut.to(outputs.device, non_blocking=True), outputs)
 
 
-def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | None:
+def outputs_after(
+    roles: Roles, samples: Samples, run: RunState, added: Tensor | None = None
+) -> Tensor | None:
     """Outputs of the critic for the states after completions that a limit cut, `[batch]`; `None`
-    if there are none."""
+    if there are none. `added` are weights of a fit that is not installed yet."""
     actor_critic = roles.actor_critic
+    critic = cast(Critic, actor_critic.value_head)
     device = roles.accelerator.device
     episodes = samples.batch.episodes
     sequences = samples.sequences
@@ -430,12 +440,14 @@ def outputs_after(roles: Roles, samples: Samples, run: RunState) -> Tensor | Non
         critic_prompt_ids=own.critic_prompt_ids,
         critic_prompt_lengths=own.critic_prompt_lengths,
     )
-    if isinstance(actor_critic.value_head, SideCritic):
-        padding = 0, ends.completion_ids.shape[1] - sequences.completion_ids.shape[1]
-        scores = samples.scored.tokens[on_device]
-        mask = sequences.completion_mask[on_device]
-        scores, mask = (nn.functional.pad(x, padding) for x in (scores, mask))
-        ends = with_rewards_so_far(ends, scores, mask | ends.completion_mask, run)
+    padding = 0, ends.completion_ids.shape[1] - sequences.completion_ids.shape[1]
+    scores = nn.functional.pad(samples.scored.tokens[on_device], padding)
+    mask = nn.functional.pad(sequences.completion_mask[on_device], padding)
+    ends = observed_by_critic(critic, ends, scores, mask | ends.completion_mask, run)
     with unsharded(actor_critic):  # ranks have other numbers of rows
         outputs = score_tokens(roles, ends, with_reference=False).values.sum(1)
+        if added is not None:
+            order = torch.cat(micro_batches(roles.args, ends)).to(device)
+            fitted = torch.cat(read_by_critic(roles, ends, lambda inputs: inputs @ added))
+            outputs = outputs + fitted[order.argsort()]
     return outputs.new_zeros(len(sequences)).index_put((on_device,), outputs)

@@ -55,15 +55,16 @@ class Progress(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by name on the CPU, for the checkpoint of this rank. All ranks must call it."""
+        of_run = {"played": self.run.played}
+        if self.run.critic.first_fit is not None:
+            of_run["first_fit"] = self.run.critic.first_fit
         numbers = [self.loss.item(), self.last_logged, self.skipped, self.tokens_seen]
         parts = {
             "rollout": {} if self.rollout is None else self.rollout.tensors(),
             "ahead": {} if self.ahead is None else self.ahead.state_dict(),
             "metrics": self.metrics,
-            "trainer": {
-                "numbers": torch.tensor(numbers, dtype=torch.float64),
-                "played": self.run.played,
-            },
+            "trainer": {"numbers": torch.tensor(numbers, dtype=torch.float64)},
+            "run": of_run,
         }
         return {
             f"{part}.{name}": x.detach().cpu().contiguous()
@@ -80,13 +81,13 @@ class Progress(NamedTuple):
         for key, x in tensors.items():
             part, _, name = key.partition(".")
             parts.setdefault(part, {})[name] = x
-        of_trainer = parts["trainer"]
-        loss, last_logged, skipped, tokens_seen = of_trainer["numbers"].tolist()
+        loss, last_logged, skipped, tokens_seen = parts["trainer"]["numbers"].tolist()
+        critic = run.critic._replace(first_fit=parts["run"].get("first_fit"))
         rollout = None
         if "rollout" in parts:
             rollout = RolloutInProgress.from_tensors(parts["rollout"], device)
         return cls(
-            run=run._replace(played=of_trainer["played"]),
+            run=run._replace(played=parts["run"]["played"], critic=critic),
             rollout=rollout,
             metrics=parts.get("metrics", {}),
             loss=torch.tensor(loss, device=device),

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +19,7 @@ from .. import ppo_math
 from ..config import PPOConfig
 from ..episodes import Episode, Player, to_sequences
 from ..modeling import ActorCritic, TokenScores
-from ..modeling.critics import SideCritic, Units, rewards_so_far
+from ..modeling.critics import Critic
 from ..ppo_math import Moments, Reduction
 from ..rewards.scoring import Reward, Scored, ScoringBatch, guarded, monitor, score_all
 from ..sequences import Sequences
@@ -63,8 +63,6 @@ class Samples(NamedTuple):
     # [batch, response], what the values are to predict; None in evaluation
     returns: Tensor | None = None
     advantages: Tensor | None = None  # [batch, response]; None in evaluation
-    states: list[Tensor] | None = None  # that a new critic read, by micro-batch
-    first_fit: Tensor | None = None  # of a new critic, for the updates
 
 
 class Credit(NamedTuple):
@@ -83,7 +81,6 @@ class Credit(NamedTuple):
     value_weights: Tensor | None = None  # in the loss of the values; None if all are 1
     unit: float = 1.0
     entropy_unit: float = 1.0  # of the advantages, by which the entropy bonus is multiplied
-    first_fit: Tensor | None = None  # weights of a new critic, which was fitted to this rollout
 
     @classmethod
     def begin(cls, samples: Samples, rewards: Tensor) -> "Credit":
@@ -283,8 +280,10 @@ def sample(
 
     # 3. Log-probs under policy and reference, entropies and values, with the forward of the
     # updates.
-    if isinstance(roles.actor_critic.value_head, SideCritic):
-        sequences = with_rewards_so_far(sequences, scored.tokens, sequences.completion_mask, run)
+    critic = roles.actor_critic.value_head
+    if critic is not None:
+        mask = sequences.completion_mask
+        sequences = observed_by_critic(critic, sequences, scored.tokens, mask, run)
     with timed("forward", metrics):
         tokens = score_tokens(roles, sequences)
 
@@ -337,9 +336,8 @@ def sample(
         gather=accelerator.gather,
     )
     values = None
-    head = roles.actor_critic.value_head
-    if head is not None and not training:  # `collect` has those of a rollout
-        values = head.units(run.returns).values(tokens.values) * completion_mask
+    if critic is not None and not training:  # `collect` has those of a rollout
+        values = critic.units(run.critic.returns).values(tokens.values) * completion_mask
     return Samples(
         sequences, stopped, batch, scored, monitored, extra, tokens, values, excluded, weights
     )
@@ -355,11 +353,9 @@ def collect(
 ) -> tuple[Rollout, RunState, Samples]:
     """Collect a rollout from rows of the dataset, and return it with the state for the next one."""
     # 1. Play, score, and run policy, reference and critic.
-    with states_for_a_new_critic(roles, run) as states:
-        samples = sample(roles, rows, run, metrics, state, num_valid=None)
-    samples = samples._replace(states=states)
+    samples = sample(roles, rows, run, metrics, state, num_valid=None)
     if state.global_step == 0:
-        check_scores_are_not_spread(roles, samples.scored, samples.sequences.completion_mask)
+        check_by_critic(roles, samples)
     gather = roles.accelerator.gather
     log_groups(metrics, samples.scored, roles.args.num_generations, gather)
 
@@ -376,37 +372,10 @@ def collect(
     rollout = Rollout.of(samples, credit, run.kl_coef, gather)
     after = after._replace(kl_coef=next_kl_coef(roles, samples, run, state))
     metrics.mean("kl_coef", run.kl_coef)
-    samples = samples._replace(
-        advantages=rollout.advantages, states=None, first_fit=credit.first_fit
-    )
+    samples = samples._replace(advantages=rollout.advantages)
     if credit.critic is not None:
         samples = samples._replace(values=credit.critic.values, returns=credit.critic.returns)
     return rollout, after, samples
-
-
-@contextmanager
-def states_for_a_new_critic(roles: Roles, run: RunState) -> Iterator[list[Tensor] | None]:
-    """List of what a side critic reads in the forwards of a context, if it was never fitted.
-
-    All returns so far were equal then: there was nothing that it could be fitted to.
-    """
-    if not critic_is_new(roles, run):
-        yield None
-        return
-    head = cast(SideCritic, roles.actor_critic.value_head)
-    # of a first rollout that was abandoned nothing counts
-    with head.with_first_fit(torch.zeros_like(head.first_fit)), head.recorded() as states:
-        yield states
-
-
-def critic_is_new(roles: Roles, run: RunState) -> bool:
-    """Whether the critic is to be fitted to the next rollout."""
-    head = roles.actor_critic.value_head
-    if roles.args.critic_init is not None or not isinstance(head, SideCritic):
-        return False
-    # without units it is fitted to the mean, too
-    was_fitted = run.returns.varies if head.is_normalized else run.returns.weight > 0
-    return not was_fitted
 
 
 def next_kl_coef(roles: Roles, samples: Samples, run: RunState, state: TrainerState) -> float:
@@ -556,48 +525,35 @@ def score_tokens(roles: Roles, sequences: Sequences, with_reference: bool = True
     return TokenScores(**outputs)
 
 
-def with_rewards_so_far(
-    sequences: Sequences, token_scores: Tensor, mask: Tensor, run: RunState
+def read_by_critic(
+    roles: Roles, sequences: Sequences, read: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """What a function makes of the critic's inputs, in the micro-batches of [`score_tokens`]."""
+    read_critic = roles.actor_critic.read_critic
+    with roles.accelerator.autocast():
+        return [
+            read_critic(sequences.rows(rows), read) for rows in micro_batches(roles.args, sequences)
+        ]
+
+
+def observed_by_critic(
+    critic: Critic, sequences: Sequences, token_scores: Tensor, mask: Tensor, run: RunState
 ) -> Sequences:
-    """Sequences as the side critic reads them."""
-    earned = rewards_so_far(
-        token_scores, mask, Units.of(run.rewards), is_known=run.rewards.weight > 0
-    )
-    return replace(sequences, earned=earned)
+    """Sequences with what the critic reads of their rewards."""
+    return replace(sequences, observed=critic.observe(token_scores, mask, run.critic))
 
 
 # ---- parts ----
 
 
-def check_scores_are_not_spread(roles: Roles, scored: Scored, completion_mask: Tensor) -> None:
-    """Raise if each score of the first rollout is spread evenly over its tokens: the side critic
-    would read it there.
-
-    A reward must be known when its token is sampled, or the rewards so far tell the critic of those
-    that follow.
-    """
-    if not isinstance(roles.actor_critic.value_head, SideCritic):
+def check_by_critic(roles: Roles, samples: Samples) -> None:
+    """Raise if the critic, if there is one, must not read the rewards of the first rollout."""
+    critic = roles.actor_critic.value_head
+    if critic is None:
         return
-    lengths = completion_mask.sum(1)
-    means = scored.totals / lengths.clamp(min=1)
-    is_even = (
-        (scored.tokens - means[:, None]).abs() <= 1e-5 * means.abs()[:, None]
-    ) | ~completion_mask
-    counts = (scored.usable & (lengths > 2)).to(means)
-    sums = (
-        counts.sum(),
-        (is_even.all(1) * counts).sum(),
-        (means * counts).sum(),
-        (means**2 * counts).sum(),
-    )
-    rows, even, total, squares = roles.all_sum(torch.stack(sums)).tolist()
-    if rows >= 8 and even == rows and squares - total**2 / rows > 1e-4 * squares:  # they differ
-        raise ValueError(
-            "The rewards per token of the first rollout are equal within each completion, and "
-            "differ between them: scores of whole completions, spread over tokens. "
-            "`critic='side'` would read them before they are earned; return one number per "
-            "completion, or set `critic='head'`."
-        )
+    scored = samples.scored
+    mask = samples.sequences.completion_mask
+    critic.check(scored.tokens, scored.totals, scored.usable, mask, roles.all_sum)
 
 
 def scoring_batch(

@@ -9,45 +9,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..modeling.critics import CriticState
 from ..ppo_math import Moments
 from .places import Information
 
 
 class RunState(NamedTuple):
-    """KL coefficient and running statistics; the critic reads `rewards` and predicts `returns`
-    in their units."""
+    """KL coefficient and running statistics."""
 
     kl_coef: float
     # Both are by environment, under "" if there are not several, and filled if scores are
     # normalized.
     scores: Mapping[str, Moments] = {}  # of completions
     outcomes: Mapping[str, Moments] = {}  # of what enters at last tokens
-    returns: Moments = Moments()  # Monte Carlo returns of recent rollouts
-    rewards: Moments = Moments()  # rewards per token of recent rollouts
+    critic: CriticState = CriticState()
     largest_unit: float = 0.0  # of the returns of a rollout
     information: Information = Information()  # of scores, by which the default λ is chosen
     # [2, rows] episodes of each row, and the sum of their scores, for a curriculum
     played: Tensor = torch.zeros(2, 0)
 
-    @property
-    def critic(self) -> dict[str, Moments]:
-        """Moments in whose units the critic reads and predicts, for its file."""
-        return {"returns": self.returns, "rewards": self.rewards}
-
-    def with_critic(self, moments: Mapping[str, Any]) -> "RunState":
-        """State with the units of a saved critic."""
-        named: dict[str, Any] = {name: Moments(*map(float, x)) for name, x in moments.items()}
-        return self._replace(**named)
-
     def to_json(self) -> dict[str, Any]:
         """Plain numbers of a checkpoint, which has tensors elsewhere."""
-        return {name: _plain(x) for name, x in self._asdict().items() if name != "played"}
+        numbers = {name: _plain(x) for name, x in self._asdict().items() if name != "played"}
+        return numbers | {"critic": self.critic.to_json()}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "RunState":
         """Restore the state that [`to_json`] returned."""
         fields: dict[str, Any] = {name: _restored(x) for name, x in saved.items()}
-        return cls(**fields | {"information": Information(*saved["information"])})
+        fields["information"] = Information(*saved["information"])
+        fields["critic"] = CriticState.from_json(saved["critic"])
+        return cls(**fields)
 
 
 def _plain(x: Any) -> Any:

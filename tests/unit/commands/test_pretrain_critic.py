@@ -29,7 +29,7 @@ from trl_ppo_ext.commands.launch import (
 from trl_ppo_ext.commands.probe import held_out_rollouts
 from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.modeling.loading import default_peft_config
-from trl_ppo_ext.ppo.rollouts import score_tokens, with_rewards_so_far
+from trl_ppo_ext.ppo.rollouts import observed_by_critic, score_tokens
 from trl_ppo_ext.ppo_math import Moments
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
@@ -301,11 +301,16 @@ def token_rewards(completion_ids, **kwargs):
 def test_explained_variance_reads_past_rewards_in_current_units(tmp_path):
     run = shaken(trainer(tmp_path, critic="side", reward=token_rewards))
     ((rollout, samples),) = held_out_rollouts(run, completions=8)
-    run.run_state = run.run_state._replace(rewards=Moments(2.0, 0.0, 0.5))
-    sequences = with_rewards_so_far(
-        rollout.sequences, samples.scored.tokens, rollout.response_mask, run.run_state
+    critic = run.run_state.critic._replace(rewards=Moments(2.0, 0.0, 0.5))
+    run.run_state = run.run_state._replace(critic=critic)
+    sequences = observed_by_critic(
+        run.actor_critic.value_head,
+        rollout.sequences,
+        samples.scored.tokens,
+        rollout.response_mask,
+        run.run_state,
     )
-    assert sequences.earned.any() and not rollout.sequences.earned.any()
+    assert sequences.observed.any() and not rollout.sequences.observed.any()
     mask = rollout.response_mask
     values = score_tokens(run.roles, sequences).values[mask].numpy()
     returns = samples.returns[mask].numpy()

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from trl_ppo_ext.modeling import SideCritic, ValueHead
-from trl_ppo_ext.modeling.critics import EARNED_BOUND, Units, rewards_so_far
+from trl_ppo_ext.modeling.critics import EARNED_BOUND, CriticState, Units, rewards_so_far
 from trl_ppo_ext.ppo_math import Moments, explained_variance
 
 
 def test_side_critic_reads_all_positions_beyond_its_end_alike():
     """Not as the mirror image of earlier ones."""
     critic = SideCritic(32, 32, 1, 8, False, torch.device("cpu"))
-    read = critic.read([torch.ones(4, 32)], torch.tensor([0, 7, 8, 16]), None)
+    read = critic.inputs([torch.ones(4, 32)], torch.tensor([0, 7, 8, 16]), None)
     assert torch.equal(read[2], read[3]) and not torch.allclose(read[0], read[3])
 
 
@@ -23,9 +23,12 @@ def test_critic_predicts_in_the_units_that_its_file_has(has_moments):
     else:
         moments = {}
     head.load_saved(dict(head.state_dict()) | moments)
-    assert head.is_normalized is has_moments and head.saved_moments.keys() == moments.keys()
+    returns = Moments(4.0, 2.0, 16.0) if has_moments else Moments()
+    assert head.is_normalized is has_moments
+    assert head.saved_state == CriticState(returns)
     head.load_saved(dict(head.state_dict()) | moments | {"rewards": torch.tensor([4.0, 1.0, 1.0])})
-    assert head.is_normalized is has_moments and "rewards" in head.saved_moments
+    assert head.is_normalized is has_moments
+    assert head.saved_state == CriticState(returns, Moments(4.0, 1.0, 1.0))
     assert head.units(Moments(1.0, 2.0, 9.0)) == (Units(2.0, 3.0) if has_moments else Units())
 
 
@@ -74,13 +77,13 @@ def test_side_critic_learns_alike_at_any_width_of_the_policy(size):
     critic = SideCritic(size, size, layers, length, True, torch.device("cpu"))
     optimizer = torch.optim.Adam(critic.parameters(), lr=SideCritic.learning_rate)
     mixing = [torch.randn(latent, size, generator=generator) / latent**0.5 for _ in critic.layers]
-    worth = torch.randn(latent, 1, generator=generator) / (2 * latent) ** 0.5
+    worth = torch.randn(latent, generator=generator) / (2 * latent) ** 0.5
 
     def rollout():
         x = torch.randn(completions * length, latent, generator=generator)
         states = [x @ mix + 0.5 * torch.randn(len(x), size, generator=generator) for mix in mixing]
-        noise = torch.randn(len(x), 1, generator=generator) * 0.5**0.5
-        return critic.read(
+        noise = torch.randn(len(x), generator=generator) * 0.5**0.5
+        return critic.inputs(
             states, torch.arange(length).repeat(completions), None
         ), x @ worth + noise
 
@@ -92,11 +95,10 @@ def test_side_critic_learns_alike_at_any_width_of_the_policy(size):
     for number in range(5):
         inputs, returns = rollout()
         if number == 0:
-            with torch.no_grad(), critic.recorded() as recorded:
-                critic(inputs)
             steps = torch.ones(len(inputs), dtype=torch.bool)
-            fit = critic.fit(recorded, returns[:, 0], steps, torch.tensor(completions), torch.clone)
-            critic.set_first_fit(fit.weights)
+            summary = critic.summary(inputs)
+            fit = critic.fit([summary], returns, steps, torch.tensor(completions), torch.clone)
+            critic.install(CriticState(first_fit=fit.weights))
             before = values(unseen)
         for _ in range(4):
             optimizer.zero_grad()
@@ -119,19 +121,18 @@ def inputs_of(critic, mask, states=None):
     """Inputs at the tokens of a mask, of given or random states."""
     positions = mask.nonzero()[:, 1]
     states = torch.randn(len(positions), 64) if states is None else states[mask]
-    return critic.read([states for _ in critic.layers], positions, None)
+    return critic.inputs([states for _ in critic.layers], positions, None)
 
 
 def begin(critic, targets, inputs, mask, all_sum=torch.clone):
     """Begin with targets of all tokens of a mask; return what that adds to the outputs."""
-    with torch.no_grad(), critic.recorded() as recorded:
-        for part in inputs.split(100):
-            critic(part)
+    with torch.no_grad():
+        summaries = [critic.summary(part) for part in inputs.split(100)]
     targets = targets.expand(mask.shape)[mask]
     fit = critic.fit(
-        recorded, targets, torch.ones_like(targets, dtype=torch.bool), mask.any(1).sum(), all_sum
+        summaries, targets, torch.ones_like(targets, dtype=torch.bool), mask.any(1).sum(), all_sum
     )
-    critic.set_first_fit(fit.weights)
+    critic.install(CriticState(first_fit=fit.weights))
     return fit.outputs
 
 
@@ -161,7 +162,7 @@ def test_fit_adds_to_the_outputs_what_it_returned():
     inputs = inputs_of(critic, mask)
     added = begin(critic, torch.randn(16, 24), inputs, mask)
     with torch.no_grad():
-        torch.testing.assert_close(critic(inputs)[:, 0], added)
+        torch.testing.assert_close(critic(inputs), added)
 
 
 def test_new_critic_tells_ends_from_what_goes_on():
@@ -184,15 +185,15 @@ def test_fit_to_noise_takes_little_of_it(completions, has_score_at_end):
     assert explained_variance(begun(critic, returns, mask), returns[mask], mask[mask]) < 0.4
     unseen = torch.ones(64, 32, dtype=torch.bool)
     with torch.no_grad():
-        values = critic(inputs_of(critic, unseen))[:, 0]
+        values = critic(inputs_of(critic, unseen))
     assert -0.25 < explained_variance(values, torch.randn(64 * 32), unseen[unseen]) <= 0.1
 
 
 def test_rollout_without_a_token_that_counts_has_no_fit():
     critic = new_one(8)
     empty = torch.zeros(4, 8, dtype=torch.bool)
-    recorded = [torch.zeros(0, len(critic.directions()))]
-    fit = critic.fit(recorded, torch.zeros(0), empty[empty], empty.sum(), torch.clone)
+    summaries = [torch.zeros(0, len(critic.directions()))]
+    fit = critic.fit(summaries, torch.zeros(0), empty[empty], empty.sum(), torch.clone)
     assert not fit.weights.any()
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from trl_ppo_ext.modeling.critics import Units
+from trl_ppo_ext.modeling.critics import CriticState
 from trl_ppo_ext.ppo.places import Information
 from trl_ppo_ext.ppo.state import RunState
 from trl_ppo_ext.ppo_math import Moments, adapt_kl_coef
@@ -126,19 +126,11 @@ def test_state_survives_json_bit_for_bit():
         1 / 3,
         {"": scores, "lake": Moments()},
         {},
-        *moments,
+        CriticState(*moments),
         largest_unit=1 / 3,
         information=Information(1 / 7, 2 / 7),
     )
     assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
-
-
-def test_state_of_a_saved_critic_has_its_units():
-    saved = RunState(0.05, returns=Moments(10.0, 2.0, 90.0), rewards=Moments(4.0, 1.0, 4.0))
-    tensors = {name: torch.tensor(list(x), dtype=torch.float64) for name, x in saved.critic.items()}
-    state = RunState(0.1).with_critic(tensors)
-    assert state.critic == saved.critic and Units.of(state.returns) == Units(2.0, 3.0)
-    assert state.kl_coef == 0.1
 
 
 # ---- coefficients
