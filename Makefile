@@ -56,10 +56,10 @@ $(VENV)-environments/.test: setup.cfg constraints.txt
 	@touch $@
 
 duel: $(VENV)/.test
-	$(BIN)/python benchmarks/duel.py
+	$(BIN)/python benchmarks/learning/duel.py
 
 bench: $(VENV)/.test
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/speed/step.py
 
 docs: $(VENV)/.test
 	$(BIN)/python docs/diagram.py

@@ -8,17 +8,19 @@ are written by hand.
 import json
 import re
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "learning"))
 import arena
 import optimum
 import real
 import textworld_games
 import told
 
-HERE = Path(__file__).resolve().parent
 PAGE = HERE / "README.md"
 PLACE = re.compile(r"(<!-- (\w+\.json) -->\n\n)(?:\|.*\n)*\n*")
 

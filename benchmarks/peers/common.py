@@ -1,4 +1,4 @@
-"""Shapes, models, data and clock of all programs of `benchmarks/step.py`."""
+"""Shapes, models, data and clock of all programs of `benchmarks/speed/step.py`."""
 
 import json
 import os

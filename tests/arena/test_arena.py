@@ -1,4 +1,4 @@
-"""Tasks of benchmarks/arena.py: their rewards and their optima by dynamic programming."""
+"""Tasks of benchmarks/learning/arena.py: their rewards and their optima by dynamic programming."""
 
 import statistics
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "learning"))
 import arena
 
 LENGTH = 32

@@ -1,5 +1,5 @@
-"""Tasks of benchmarks/turns.py: their best policies reach the optimum, and no other one is
-above."""
+"""Tasks of benchmarks/learning/turns.py: their best policies reach the optimum, and no
+other one is above."""
 
 import statistics
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "learning"))
 import turns
 
 EPISODES = 2000

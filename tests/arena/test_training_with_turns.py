@@ -9,7 +9,7 @@ import torch
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "learning"))
 import arena
 import turns
 

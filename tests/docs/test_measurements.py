@@ -43,12 +43,19 @@ assert real.worse_than_constant([{}]) == ""
 """
 
 
-@pytest.mark.parametrize("program", [PROGRAM, RATES, TEXT], ids=["tables", "rates", "cells"])
-def test_tables_are_those_of_the_results_and_of_one_rate(program):
+@pytest.mark.parametrize(
+    ("program", "folder"),
+    [(PROGRAM, "."), (RATES, "learning"), (TEXT, "learning")],
+    ids=["tables", "rates", "cells"],
+)
+def test_tables_are_those_of_the_results_and_of_one_rate(program, folder):
     """In a process of its own: a benchmark and a folder of the tests have a module of the same
     name."""
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT / "benchmarks", capture_output=True, text=True
+        [sys.executable, "-c", program],
+        cwd=ROOT / "benchmarks" / folder,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -67,7 +74,7 @@ def test_gpu_benchmark_measures_every_part_despite_a_failure(tmp_path):
     results = tmp_path / "results.json"
     command = [
         sys.executable,
-        "benchmarks/gpu.py",
+        "benchmarks/speed/gpu.py",
         "--smoke",
         "--results",
         str(results),

@@ -19,7 +19,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def estimates():
-    places = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
+    places = [str(BENCHMARKS / "memory"), str(BENCHMARKS / "peers")]
     sys.path[1:1] = places
     yield importlib.import_module("estimate")
     for place in places:

@@ -32,7 +32,7 @@ NO_CRITIC = {"critic": "none", "advantage_estimator": "reinforce"}
 
 @pytest.fixture(scope="module")
 def estimates():
-    path = ROOT / "benchmarks" / "estimate.py"
+    path = ROOT / "benchmarks" / "memory" / "estimate.py"
     spec = importlib.util.spec_from_file_location("benchmarks_estimate", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

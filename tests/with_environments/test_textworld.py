@@ -9,7 +9,7 @@ from tiny import byte_tokenizer
 from trl.chat_template_utils import parse_response
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "recipes" / "textworld"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "recipes" / "textworld"), str(ROOT / "benchmarks" / "learning")]
 pytestmark = pytest.mark.slow
 pytest.importorskip("textworld.generator", reason="needs the package, see `make test-environments`")
 from start import RESPONSES, TEMPLATE  # noqa: E402

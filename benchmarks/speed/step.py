@@ -5,7 +5,7 @@ shape, completions, lengths and LoRA for all. The programs take turns. The table
 all their steps after a warm-up, and the peak of resident memory above that after the imports. The
 peers are installed once into `benchmarks/.environments`.
 
-    python benchmarks/step.py --shapes small medium --dtypes bf16 fp32 --rounds 3
+    python benchmarks/speed/step.py --shapes small medium --dtypes bf16 fp32 --rounds 3
 
 prints a table and writes benchmarks/results/step.json. Nothing else should run on the machine.
 """
@@ -24,10 +24,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-HERE = Path(__file__).resolve().parent
-PEERS = HERE / "peers"
-ENVIRONMENTS = HERE / ".environments"
-RESULTS = HERE / "results" / "step.json"
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+PEERS = BENCHMARKS / "peers"
+ENVIRONMENTS = BENCHMARKS / ".environments"
+RESULTS = BENCHMARKS / "results" / "step.json"
 # name: worker, further arguments, how it is installed
 PROGRAMS = {
     "trl_ppo_ext": ("ours.py", [], None),
@@ -42,7 +43,7 @@ OURS = "trl_ppo_ext"
 def installed(peer: str | None) -> tuple[str, dict[str, str]]:
     """Interpreter of a program, and its environment variables."""
     if peer is None:
-        return sys.executable, {"PYTHONPATH": str(HERE.parent)}
+        return sys.executable, {"PYTHONPATH": str(ROOT)}
     place = ENVIRONMENTS / peer
     try:
         return provided(peer, place)

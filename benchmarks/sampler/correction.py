@@ -1,9 +1,10 @@
-"""Gap to the known optimum with a sampler that is not the policy: `python
-benchmarks/correction.py`, an hour.
+"""Gap to the known optimum with a sampler that is not the policy, an hour.
 
-As `benchmarks/optimum.py`, but completions are sampled with noise in the base's weights, as an
-engine with other kernels or another quantization would. Each mode weights the advantages by π_old/μ
-in its own way.
+    python benchmarks/sampler/correction.py
+
+As `benchmarks/learning/optimum.py`, but completions are sampled with noise in the base's weights,
+as an engine with other kernels or another quantization would. Each mode weights the advantages by
+π_old/μ in its own way.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "correction.json"
 MODES = ["token_truncate", "sequence_truncate", "sequence_mask"]
 ROWS = ["the policy samples", "none", *MODES]
 
@@ -62,7 +64,7 @@ def with_noise(trainer, noise, seed):
 def measure(job):
     """Train one row with one seed, on one thread."""
     name, seed, noise, max_steps = job
-    sys.path.insert(0, str(HERE.parent / "tests" / "optimum"))
+    sys.path.insert(0, str(ROOT / "tests" / "optimum"))
     from optimum import gap
 
     settings = {
@@ -80,14 +82,16 @@ def measure(job):
 
 def main():
     """Train every row with every seed and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--noise", type=float, default=0.1, help="relative to each weight")
     parser.add_argument("--max_steps", type=int, default=1400)
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="trainings at a time, each on one thread"
     )
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "correction.json")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     jobs = [(name, seed, args.noise, args.max_steps) for name in ROWS for seed in args.seeds]

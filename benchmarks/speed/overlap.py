@@ -1,4 +1,6 @@
-"""Completions per second with and without `overlap_rollouts`: `python benchmarks/overlap.py`.
+"""Completions per second with and without `overlap_rollouts`.
+
+    python benchmarks/speed/overlap.py
 
 SmolLM2-135M-Instruct learns positive reviews, with `vllm serve` on one core (the first of `--cores
 0,1`) and the trainer on the other, as on two devices: for each seed a run without and one with
@@ -18,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / name) for name in ("", "recipes/smollm2", "tests/with_vllm")]
-RESULTS = HERE / "results" / "overlap.json"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / name) for name in ("", "recipes/smollm2", "tests/with_vllm")]
+RESULTS = ROOT / "benchmarks" / "results" / "overlap.json"
 
 
 def length(completion_ids: list, **kwargs: Any) -> list[float]:

@@ -1,8 +1,8 @@
 """PPO, its rivals here, and TRL's own GRPOTrainer on SmolLM2-135M-Instruct, at equal completions.
 
-    python benchmarks/real.py reviews "TRL GRPO"             # tune, then five seeds
-    python benchmarks/real.py reviews PPO --rate 1e-3 --seed 0
-    python benchmarks/real.py --table
+    python benchmarks/learning/real.py reviews "TRL GRPO"             # tune, then five seeds
+    python benchmarks/learning/real.py reviews PPO --rate 1e-3 --seed 0
+    python benchmarks/learning/real.py --table
 
 All have the same base, in float32 if nothing else is said, LoRA of rank 16, prompts, reward,
 completions and optimizer steps; each takes the learning rate of `RATES` with the best mean reward
@@ -30,9 +30,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).resolve().parent
-RECIPES = HERE.parent / "recipes"
-sys.path[:0] = [str(HERE.parent), str(RECIPES), str(RECIPES / "smollm2")]
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes"
+sys.path[:0] = [str(ROOT), str(RECIPES), str(RECIPES / "smollm2")]
 import reverse
 from by_token import by_token
 from picture import Curve, picture
@@ -40,8 +40,8 @@ from reviews import THINGS, openings, vader
 from smollm2 import base_model
 from student import margin
 
-RESULTS = HERE / "results" / "real.json"
-FIGURE = HERE.parent / "docs" / "real.svg"
+RESULTS = ROOT / "benchmarks" / "results" / "real.json"
+FIGURE = ROOT / "docs" / "real.svg"
 RUNS = Path("runs/real")
 RATES = (5e-4, 1e-3)
 TUNED_ON = 100

@@ -3,9 +3,9 @@
     make duel
 
 Both start from the same model with random weights and see the same number of completions, each at
-its learning rate of results/arena.json, with three seeds: on another machine rounding decides what
-a single one shows. Draws the share of the optimum of every run in the terminal, and the means in
-runs/duel.svg.
+its learning rate of benchmarks/results/arena.json, with three seeds: on another machine rounding
+decides what a single one shows. Draws the share of the optimum of every run in the terminal, and
+the means in runs/duel.svg.
 """
 
 import json
@@ -83,7 +83,7 @@ def chart(runs: dict[str, dict[int, list[float]]]) -> str:
 
 def main() -> None:
     """Train both at once and draw them."""
-    sys.path.insert(0, str(arena.HERE.parent))
+    sys.path.insert(0, str(arena.ROOT))
     context = multiprocessing.get_context("spawn")
     start = time.monotonic()
     queue = context.Queue()
@@ -102,7 +102,8 @@ def main() -> None:
             time.sleep(0.2)
     if any(process.exitcode for process in processes):
         sys.exit(
-            "A rival ended with an error; `python benchmarks/arena.py --tasks token` shows it."
+            "A rival ended with an error; "
+            "`python benchmarks/learning/arena.py --tasks token` shows it."
         )
     PICTURE.parent.mkdir(exist_ok=True)
     means = {

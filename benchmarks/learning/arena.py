@@ -1,21 +1,23 @@
-"""PPO and its rivals on small tasks whose optimum is known, at equal completions.
+r"""PPO and its rivals on small tasks whose optimum is known, at equal completions.
 
-    python benchmarks/arena.py                       # every task and rival: tune, then five seeds
-    python benchmarks/arena.py --tasks token --rivals RLOO ReBN python benchmarks/arena.py --tasks
-    cost --rivals RLOO --rates 1e-3 --seeds 0 1 --out part.json   # without tuning python
-    benchmarks/arena.py --table               # table and figure of benchmarks/README.md from the
-    saved results python benchmarks/arena.py --table part.json other.json                    # only
-    the table, of these
+    python benchmarks/learning/arena.py    # every task and rival: tune, then five seeds
+    python benchmarks/learning/arena.py --tasks token --rivals RLOO ReBN
+    # without tuning, into a file of its own:
+    python benchmarks/learning/arena.py --tasks cost --rivals RLOO --rates 1e-3 --seeds 0 1 \
+        --out part.json
+    # table and figure of the saved results, or only the table of these files:
+    python benchmarks/learning/arena.py --table
+    python benchmarks/learning/arena.py --table part.json other.json
 
 A two-layer Llama with random weights and a LoRA adapter writes 32 tokens of 12 kinds (8 in mixed),
-or plays the turns of benchmarks/turns.py. All rivals have the same model, prompts, rollouts and
-epochs. Each takes the learning rate of `RATES` with the best mean over 30 rollouts on a seed of its
-own; the results are of `SEEDS`. So each rival takes seven runs per task, of one to three minutes on
-a core. Writes benchmarks/results/arena.json, or another file: so several processes can run at once,
-each with `--workers 1`.
+or plays the turns of turns.py. All rivals have the same model, prompts, rollouts and epochs. Each
+takes the learning rate of `RATES` with the best mean over 30 rollouts on a seed of its own; the
+results are of `SEEDS`. So each rival takes seven runs per task, of one to three minutes on a core.
+Writes benchmarks/results/arena.json, or another file: so several processes can run at once, each
+with `--workers 1`.
 
-    python benchmarks/arena.py --tasks "spelled mistake" "spelled lake" --rivals "PPO, side" "PPO,
-    turn" "PPO, both"
+    python benchmarks/learning/arena.py --tasks "spelled mistake" "spelled lake" \
+        --rivals "PPO, side" "PPO, turn" "PPO, both"
 
 compares the levels of advantages, which differ only where a turn has several tokens.
 
@@ -28,14 +30,13 @@ best policy is always right:
 - worth: token plus N(0, 1) at each token, plus a number from -3 to 3 that belongs to the prompt.
 - chain: a reward of 1 for each right token before the first wrong one.
 - mixed, a control: a score of 1 at the end if the first token is one of 1 to 12 that the prompt
-  accepts, by the
-  quantiles of Beta(1/2, 1/2): many prompts are solved by all or none of a group, and there is
-  little to predict.
+  accepts, by the quantiles of Beta(1/2, 1/2): many prompts are solved by all or none of a group,
+  and there is little to predict.
 - steps 12, 50, 200: process rewards. A completion has 4 steps of so many tokens. Each has one
-  decision, its first
-  token: right is what the permutation assigns to the first token of the step before, or to the last
-  one of the prompt. It pays 1 at the last token of its step. The other tokens do nothing. Rollouts
-  of steps 50 and 200 have only 64 completions, so that a run takes less than ten minutes on a core.
+  decision, its first token: right is what the permutation assigns to the first token of the step
+  before, or to the last one of the prompt. It pays 1 at the last token of its step. The other
+  tokens do nothing. Rollouts of steps 50 and 200 have only 64 completions, so that a run takes less
+  than ten minutes on a core.
 """
 
 import argparse
@@ -55,9 +56,9 @@ from picture import Curve, picture
 from student import margin
 from turns import TASKS, WORDS, share
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "arena.json"
-FIGURE = HERE.parent / "docs" / "arena.svg"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "arena.json"
+FIGURE = ROOT / "docs" / "arena.svg"
 KINDS = 12
 ROLLOUT = 256
 ROLLOUTS = 30
@@ -479,7 +480,7 @@ def main() -> None:
         "--probe", type=int, metavar="SEED", help="only probe the tasks, before training"
     )
     options = parser.parse_args()
-    sys.path.insert(0, str(HERE.parent))
+    sys.path.insert(0, str(ROOT))
     if options.probe is not None:
         print("\n".join(probed(task, options.probe) for task in options.tasks))
         return

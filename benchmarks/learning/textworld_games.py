@@ -1,12 +1,16 @@
 """PPO, its rivals here, and TRL's own GRPOTrainer on TextWorld with SmolLM2-135M-Instruct, at equal
 episodes.
 
-    python benchmarks/textworld_games.py prepare            # games, supervised start, and held-out
-    success before python benchmarks/textworld_games.py PPO                # tune on a seed of its
-    own, then five seeds python benchmarks/textworld_games.py PPO --rate 1e-3 --seed 0 python
-    benchmarks/textworld_games.py PPO --rate 5e-4 --seed 0 --cost 0.05      # each command costs
-    that much python benchmarks/textworld_games.py parallel           # a rollout of 64 episodes
-    over the model's own work python benchmarks/textworld_games.py --table
+    # games, supervised start, and its held-out success
+    python benchmarks/learning/textworld_games.py prepare
+    # tune on a seed of its own, then five seeds
+    python benchmarks/learning/textworld_games.py PPO
+    python benchmarks/learning/textworld_games.py PPO --rate 1e-3 --seed 0
+    # each command costs that much
+    python benchmarks/learning/textworld_games.py PPO --rate 5e-4 --seed 0 --cost 0.05
+    # a rollout of 64 episodes over the model's own work
+    python benchmarks/learning/textworld_games.py parallel
+    python benchmarks/learning/textworld_games.py --table
 
 All have the same start, games, rewards, episodes, optimizer steps, and LoRA of rank 16. One thread
 each. A run is scored once, at its end, on games that nobody trains on, of the same size and a
@@ -28,14 +32,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "recipes" / "textworld"), str(HERE.parent)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "recipes" / "textworld"), str(ROOT)]
 
 from picture import Curve, picture
 from student import margin
 
-RESULTS = HERE / "results" / "textworld_games.json"
-FIGURE = HERE.parent / "docs" / "textworld.svg"
+RESULTS = ROOT / "benchmarks" / "results" / "textworld_games.json"
+FIGURE = ROOT / "docs" / "textworld.svg"
 RUNS = Path("runs/textworld")
 RATES = (5e-4, 1e-3)
 TUNED_ON = 100

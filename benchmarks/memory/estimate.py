@@ -1,7 +1,8 @@
 """`estimate_memory` against the peaks of runs, by phase.
 
-    OMP_NUM_THREADS=1 python benchmarks/estimate.py [NAME ...]
-    python benchmarks/estimate.py --table    # the table of docs/speed_and_memory.md; runs nothing
+    OMP_NUM_THREADS=1 python benchmarks/memory/estimate.py [NAME ...]
+    # the table of docs/speed_and_memory.md; runs nothing:
+    python benchmarks/memory/estimate.py --table
 
 Each case runs two PPO steps in its own process. On a CPU a dispatch mode follows every storage from
 the operation that makes it until it is freed, whatever malloc does; resident memory since the
@@ -36,7 +37,7 @@ from transformers import (
     Qwen2Config,
 )
 
-sys.path.insert(0, str(Path(__file__).parent / "peers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 from common import LORA, SHAPES, Shape, model, prompts, resident, tokenizer
 
 from trl_ppo_ext import PPOConfig, PPOTrainer, RewardAdapter, estimate_memory
@@ -44,7 +45,7 @@ from trl_ppo_ext.commands.estimate import changed
 from trl_ppo_ext.memory import on_meta
 from trl_ppo_ext.ppo import rollouts
 
-RESULTS = Path(__file__).parent / "results" / "estimate.json"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "estimate.json"
 MIB = 2**20
 # the estimate has no "forward", since an update takes more
 PHASES = ("generate", "forward", "score", "update")

@@ -1,8 +1,8 @@
 """What a CUDA GPU does, in calls of at most ten minutes, which may leave cases to others:
 
-    bash benchmarks/gpu.sh --parts steps
-    bash benchmarks/gpu.sh --parts padding
-    bash benchmarks/gpu.sh --parts overlap sampling
+    bash benchmarks/speed/gpu.sh --parts steps
+    bash benchmarks/speed/gpu.sh --parts padding
+    bash benchmarks/speed/gpu.sh --parts overlap sampling
 
 steps: PPO steps, compared with those of TRL's trainers and with memory limits. A step is: generate,
 score, values and reference, advantages, four epochs of updates. Medians over the steps after the
@@ -16,8 +16,9 @@ Without bitsandbytes, NF4 is replaced by bf16. Each case runs in its own process
 and one that fails does not stop the others. benchmarks/results/gpu.json is written after every
 case, and keeps earlier results. A case that cannot be run is skipped, with the reason in the file.
 
-    bash benchmarks/gpu.sh --cases "7B NF4, NF4 reward" "0.5B bf16"
-    bash benchmarks/gpu.sh --smoke    # tiny models, also on a CPU; installs nothing, judges nothing
+    bash benchmarks/speed/gpu.sh --cases "7B NF4, NF4 reward" "0.5B bf16"
+    # tiny models, also on a CPU; installs nothing, judges nothing:
+    bash benchmarks/speed/gpu.sh --smoke
 """
 
 import argparse
@@ -40,9 +41,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-ENVIRONMENTS = HERE / ".environments"
-RESULTS = HERE / "results" / "gpu.json"
+ROOT = HERE.parents[1]
+ENVIRONMENTS = HERE.parent / ".environments"
+RESULTS = HERE.parent / "results" / "gpu.json"
 SMOKE_RESULTS = ROOT / "runs" / "gpu_smoke.json"
 GB = 1e9
 ROOM = 22 * GB  # bytes of the weights of all shapes

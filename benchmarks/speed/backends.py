@@ -1,11 +1,11 @@
-"""Tokens per second of each sampling backend, and milliseconds of an adapter's swap: `python
-benchmarks/backends.py`.
+"""Tokens per second of each sampling backend, and milliseconds of an adapter's swap.
+
+    python benchmarks/speed/backends.py
 
 SmolLM2-135M-Instruct in bfloat16, LoRA of rank 16 on all linear layers, and 64 prompts of 17 tokens
-with up to 64 new
-tokens: once without other ends than its own, once with every 24th token as an end. One core; the
-best of three. Needs
-vLLM for its row: `make test-vllm` installs it into .venv-vllm.
+with up to 64 new tokens: once without other ends than its own, once with every 24th token as an
+end. One core; the best of three. Needs vLLM for its row: `make test-vllm` installs it into
+.venv-vllm.
 """
 
 import json
@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "backends.json"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "backends.json"
 PROMPTS = 64
 PROMPT = 17
 NEW = 64
@@ -37,7 +37,7 @@ def measure(
     """Sample with one backend."""
     import torch
 
-    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from tiny import config, length_reward, prompts, tokenizer
 
     from trl_ppo_ext import PPOTrainer
@@ -92,7 +92,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         import torch
 
-        sys.path.append(str(HERE.parent / "recipes" / "smollm2"))
+        sys.path.append(str(ROOT / "recipes" / "smollm2"))
         from smollm2 import base_model
 
         torch.set_num_threads(1)

@@ -1,4 +1,6 @@
-"""CPU time that the trainer adds around the model: `python benchmarks/overhead.py`, about a minute.
+"""CPU time that the trainer adds around the model, about a minute.
+
+    python benchmarks/speed/overhead.py
 
 Three numbers: a switch of roles, a micro-batch with a critic adapter and activation checkpointing
 at 32 layers of hidden size 32, and reading the rows of a rollout of 512 completions (micro-batch 8,

@@ -1,5 +1,6 @@
-"""Scaling of a PPO step with the batch, the completions and the groups: `python
-benchmarks/scaling.py`.
+"""Scaling of a PPO step with the batch, the completions and the groups.
+
+    python benchmarks/speed/scaling.py
 
 Micro-batches stay at 8 completions; each row is a process of its own, with one step of warm-up.
 Prints a table of seconds, of seconds a thousand tokens, and of peak resident memory above that
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from step import HERE, PEERS, about, installed
+from step import BENCHMARKS, PEERS, about, installed
 
 MICRO_BATCH = 8
 PROMPT = 48
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--only", nargs="+", help="what grows; by default everything that does")
-    parser.add_argument("--results", type=Path, default=HERE / "results" / "scaling.json")
+    parser.add_argument("--results", type=Path, default=BENCHMARKS / "results" / "scaling.json")
     args = parser.parse_args()
     table = Table(
         title=f"{MODEL} (vocabulary, hidden, layers), {args.dtype}, micro-batches of {MICRO_BATCH}"

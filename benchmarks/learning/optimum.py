@@ -1,9 +1,10 @@
-"""Gap of each setting to the known optimum: `python benchmarks/optimum.py`, about a minute each.
+"""Gap of each setting to the known optimum, about a minute each.
+
+    python benchmarks/learning/optimum.py
 
 The problem of tests/optimum/optimum.py can be enumerated. `gap` is what a setting leaves of the way
-from the
-reference to the best that exact gradient ascent reaches with the same adapter: 0 is all of it,
-above 1 is worse than not training. A wrong sign, mask or place of a term shows here.
+from the reference to the best that exact gradient ascent reaches with the same adapter: 0 is all of
+it, above 1 is worse than not training. A wrong sign, mask or place of a term shows here.
 """
 
 import argparse
@@ -17,7 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "optimum.json"
 GROUPS = {"critic": "none", "num_generations": 64}
 # in the units of the reward
 IN_LOSS = {"kl_placement": "loss", "whiten_advantages": False}
@@ -66,7 +68,7 @@ def measure(job: tuple[str, int, int]) -> tuple[str, int, dict]:
 
     name, seed, max_steps = job
     torch.set_num_threads(1)
-    sys.path.insert(0, str(HERE.parent / "tests" / "optimum"))
+    sys.path.insert(0, str(ROOT / "tests" / "optimum"))
     from optimum import gap
     from transformers.utils import logging
 
@@ -113,7 +115,7 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="trainings at a time, each on one thread"
     )
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "optimum.json")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     names = args.only or list(ROWS)

@@ -1,5 +1,6 @@
-"""Tokens that a trunk computes for each real one, and seconds of scoring and update: `python
-benchmarks/padding.py`.
+"""Tokens that a trunk computes for each real one, and seconds of scoring and update.
+
+    python benchmarks/speed/padding.py
 
 SmolLM2's shape with random weights in bfloat16, 64 completions a rollout of lognormal lengths
 (median 60, at most 256) after prompts of 16 to 40 tokens, micro-batches of 8 rows, one epoch of one
@@ -17,7 +18,7 @@ from statistics import mean
 from typing import Any, cast
 from unittest.mock import patch
 
-sys.path.append(str(Path(__file__).resolve().parent / "peers"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "peers"))
 import torch
 from common import LORA, model, shape_of, tokenizer
 from datasets import Dataset

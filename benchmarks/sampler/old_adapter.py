@@ -1,5 +1,6 @@
-"""Does a run notice that vLLM samples with the adapter of the rollout before: `python
-benchmarks/old_adapter.py`.
+"""Detection of a vLLM engine that samples with the adapter of the rollout before.
+
+    python benchmarks/sampler/old_adapter.py
 
 SmolLM2-135M-Instruct in bfloat16 on reviews, with vLLM in the process: 50 rollouts as they should
 be, which must raise nothing, then runs whose engine keeps its adapter from some rollout on. Needs
@@ -12,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "recipes" / "smollm2")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes" / "smollm2")]
 from datasets import Dataset
 from peft import LoraConfig
 from reviews import THINGS, openings, vader

@@ -1,5 +1,6 @@
-"""The process of a case of `benchmarks/gpu.py`: python gpu_case.py DIRECTORY [--smoke] (--make
-SHAPE | CASE ...).
+"""The process of a case of `benchmarks/speed/gpu.py`.
+
+    python gpu_case.py DIRECTORY [--smoke] (--make SHAPE | CASE ...)
 
 Prints a line for each case. Weights lie in the directory, are made where they are missing, and
 serve all cases.
@@ -21,7 +22,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(1, str(Path(__file__).parent / "peers"))
+BENCHMARKS = Path(__file__).resolve().parents[1]
+sys.path[1:1] = [str(BENCHMARKS / "peers"), str(BENCHMARKS / "memory")]
 from common import EPOCHS, LORA, Clock, Shape, prompts, tokenizer
 from gpu import CASES, GB, LIMIT, MARK, PHASES, Case, case_of
 

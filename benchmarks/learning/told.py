@@ -1,8 +1,8 @@
 """What a reference that sees the answer is worth: the arena's *guess*, with a base that can read a
 number it is told.
 
-    python benchmarks/told.py                # five seeds of each setting, 40 seconds per run on a
-    core
+    # five seeds of each setting, 40 seconds per run on a core
+    python benchmarks/learning/told.py
 
 The base is the arena's model, taught to guess the number if that stands before the prompt, else a
 random one. The reference reads it, the policy does not. Writes benchmarks/results/told.json.
@@ -21,7 +21,7 @@ from typing import Any
 from arena import model_of
 from turns import KINDS, WORDS, Guess
 
-RESULTS = Path(__file__).resolve().parent / "results" / "told.json"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "told.json"
 ROLLOUT = 256
 ROLLOUTS = 30
 SEEDS = (0, 1, 2, 3, 4)
