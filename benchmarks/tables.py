@@ -1,5 +1,6 @@
-"""Write the tables of benchmarks/README.md from benchmarks/results/*.json: `python
-benchmarks/tables.py`.
+"""Write the tables of benchmarks/README.md and benchmarks/NOTES.md from benchmarks/results/*.json.
+
+    python benchmarks/tables.py
 
 A table follows the name of its file in a comment, `<!-- arena.json -->`. The sentences around it
 are written by hand.
@@ -21,7 +22,10 @@ import real
 import textworld_games
 import told
 
-PAGE = HERE / "README.md"
+PAGES = [HERE / "README.md", HERE / "NOTES.md"]
+# names in statistics.json
+TODAY = "with trusted values as they are"
+BEFORE_TODAY = "before trusted values as they are"
 PLACE = re.compile(r"(<!-- (\w+\.json) -->\n\n)(?:\|.*\n)*\n*")
 
 
@@ -128,6 +132,28 @@ def gpu(measured: dict) -> str:
     )
 
 
+def statistics_of_today(measured: list[dict]) -> str:
+    """Runs of the arena with today's defaults: where λ is 1, those of the state before are the
+    same."""
+    runs: dict[tuple[str, str, str], dict[int, float]] = {}
+    for run in measured:
+        is_same = run["code"] == BEFORE_TODAY and set(run.get("lam", ())) == {1.0}
+        if run["task"] not in arena.LENGTHS or not (run["code"] == TODAY or is_same):
+            continue
+        level = f"{run['lam'][0]:g}"
+        mean = statistics.mean(run.get("success", run["shares"]))
+        runs.setdefault((run["task"], run["rival"], level), {})[run["seed"]] = mean
+    rows = [
+        [
+            *key,
+            ", ".join(map(str, sorted(means))),
+            ", ".join(f"{means[x]:.3f}" for x in sorted(means)),
+        ]
+        for key, means in sorted(runs.items())
+    ]
+    return markdown("task, rival, λ, seeds, mean of the run by seed", rows)
+
+
 TABLES = {
     "arena.json": arena.table,
     "backends.json": backends,
@@ -137,6 +163,7 @@ TABLES = {
     "optimum.json": lambda measured: optimum.table(measured["results"]),
     "real.json": real.table,
     "scaling.json": scaling,
+    "statistics.json": statistics_of_today,
     "step.json": step,
     "textworld_games.json": textworld_games.table,
     "told.json": told.table,
@@ -154,4 +181,5 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

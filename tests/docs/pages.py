@@ -7,7 +7,8 @@ from typing import NamedTuple
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
+OTHERS = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md")
+OTHERS += ("benchmarks/README.md", "benchmarks/NOTES.md")
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in OTHERS)]
 # their runs have tests of their own; commands are checked
 RECIPES = sorted((ROOT / "recipes").rglob("README.md"))
