@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from pages import PAGES, ROOT, name, rows, spans
+from pages import PAGES, RECIPES, ROOT, name, rows, spans
 
 import trl_ppo_ext
 from trl_ppo_ext import PPOConfig
@@ -101,3 +101,10 @@ def test_links_to_files_exist(path):
     """mkdocs checks the pages of the site, anchors too; not those on GitHub."""
     for link in re.findall(r"\]\((?!https?:|#)([^)\s#]+)", path.read_text(encoding="utf-8")):
         assert (path.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("path", [*PAGES, *RECIPES], ids=name)
+def test_scripts_of_benchmarks_exist(path):
+    text = path.read_text(encoding="utf-8")
+    for script in re.findall(r"(?<![\w/.])benchmarks/[\w/]+\.(?:py|sh)\b", text):
+        assert (ROOT / script).is_file(), script
