@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl_ppo_ext.batch_plan import BatchPlan
 from trl_ppo_ext.episodes.generator import cut_at_stop
 from trl_ppo_ext.modeling import ActorCritic
-from trl_ppo_ext.modeling.critics import new_critic
+from trl_ppo_ext.modeling.critics import CriticState, new_critic
 from trl_ppo_ext.ppo.advantages import Discounts, in_units, of_critic
 from trl_ppo_ext.ppo.baseline import MEMORY
 from trl_ppo_ext.ppo.credit import fit_new
 from trl_ppo_ext.ppo.rollouts import Rollout
-from trl_ppo_ext.ppo.state import RunState
 from trl_ppo_ext.ppo.updates import ppo_loss, schedule
 from trl_ppo_ext.sequences import Sequences
 
@@ -58,7 +57,8 @@ def ppo(
         [{"params": x, "lr": rate} for x, rate in groups], eps=1e-5, weight_decay=0.0
     )
     plan = BatchPlan(micro_batch_size=len(prompts) // 2, num_mini_batches=2, num_ppo_epochs=4)
-    run = RunState(kl_coef)
+    state = CriticState()  # what a rollout leaves to the next
+    largest_unit = 0.0
     sampling = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=length, eos_token_id=eos, pad_token_id=eos
     )
@@ -84,18 +84,17 @@ def ppo(
 
         # 3. Log-probs, and outputs of the critic, which reads earlier rewards in units of earlier
         # rollouts, if any.
-        sequences = replace(sequences, observed=critic.observe(token_scores, mask, run.critic))
+        sequences = replace(sequences, observed=critic.observe(token_scores, mask, state))
         with torch.no_grad():
             old = roles(sequences)
             ref_logprobs = roles.reference_logprobs(sequences)
 
         # 4. Rewards per token: the KL penalty at every token, the score at the last one.
-        rewards = token_scores - run.kl_coef * (kl := old.logprobs - ref_logprobs)
+        rewards = token_scores - kl_coef * (kl := old.logprobs - ref_logprobs)
 
         # 5. Advantages, and targets: outputs are in units of the earlier returns, targets also of
         # this rollout's. The values are weighed by how well they fit the returns, and then
         # subtracted from them.
-        state = run.critic
         if critic.is_new(state):  # it begins with a fit to the first returns
             summary = roles.read_critic(sequences, critic.summary)
             added, state = fit_new(critic, [summary], state, rewards, mask, mask)
@@ -108,11 +107,10 @@ def ppo(
             is_normalized=True,
             discounts=Discounts(1.0, lam),
         )
-        largest = max(run.largest_unit, seen.unit)
-        result = in_units(result, seen, largest)
+        largest_unit = max(largest_unit, seen.unit)
+        result = in_units(result, seen, largest_unit)
         seen_rewards = state.rewards.add(token_scores, mask, memory=MEMORY)
         state = state._replace(returns=seen, rewards=seen_rewards)
-        run = run._replace(critic=state, largest_unit=largest)
         critic.install(state)
         data = Rollout(
             sequences,
