@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .episodes import StepResult as StepResult
     from .memory import estimate_memory as estimate_memory
     from .modeling import ActorCritic as ActorCritic
+    from .modeling import Critic as Critic
     from .rewards import ProcessReward as ProcessReward
     from .rewards import RewardAdapter as RewardAdapter
     from .rewards import RewardError as RewardError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # public name -> module; imported when first used, so that `trl-ppo --help` does not wait for torch
 _MODULES = {
     "ActorCritic": "modeling",
+    "Critic": "modeling",
     "Judge": "rewards.http",
     "PPOConfig": "config",
     "PPOTrainer": "trainer",

@@ -57,7 +57,6 @@ from .ppo.rollouts import Roles, Samples, collect, sample
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .private_names import warn_of_missing_names
-from .random_state import RandomState, fixed_seed
 from .rewards import (
     ClassifierReward,
     RewardError,
@@ -68,7 +67,7 @@ from .rewards import (
 )
 from .rewards.model import SequenceScorer
 from .rewards.process import ProcessScorer
-from .rewards.scoring import guarded
+from .rewards.scoring import RandomState, fixed_seed, guarded
 from .tracking.completions import (
     check_trackers,
     completions_table,

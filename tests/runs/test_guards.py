@@ -19,7 +19,7 @@ from tiny import length_reward, prompts
 from trl_ppo_ext import RewardError, ppo_math
 from trl_ppo_ext.data import PROMPT_IDS
 from trl_ppo_ext.ppo.guards import NonFiniteError, count_skipped
-from trl_ppo_ext.random_state import fixed_seed
+from trl_ppo_ext.rewards.scoring import fixed_seed
 
 BAD_TOKEN = 31  # no prompt has it
 NAN = math.nan

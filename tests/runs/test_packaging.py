@@ -62,7 +62,6 @@ FLOORS = [
         "concurrency",
         "ppo_math",
         "private_names",
-        "random_state",
         "redaction",
         "sequences",
         "text",

@@ -132,9 +132,11 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
         saved_kind = kind_of_critic(head_file)
         missing = ""
     if saved_kind != kind:
+        is_known = saved_kind in ("none", "head", "side", "adapter")
+        remedy = f"set `critic={saved_kind!r}`" if is_known else "pass its `critic_factory`"
         raise CheckpointError(
             f"`critic` must be {saved_kind!r} to resume from `{directory}`{missing}, got {kind!r}; "
-            f"set `critic={saved_kind!r}`."
+            f"{remedy}."
         )
     loads: dict[str, Callable] = {} if head is None else {VALUE_HEAD: head.load_saved}
     for name, folder in (

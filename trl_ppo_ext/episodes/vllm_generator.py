@@ -30,7 +30,7 @@ from ..config import LOCK, PPOConfig
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..modeling.adapters import save_adapter
-from ..random_state import RandomState
+from ..rewards.scoring import RandomState
 from .engine import Ahead, Request, Sampled, VLLMError
 from .generator import SAMPLING, Generator, stop_token_ids
 

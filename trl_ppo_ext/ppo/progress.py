@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..episodes.engine import Ahead
-from ..random_state import RandomState
+from ..rewards.scoring import RandomState
 from .rollouts import Rollout
 from .state import RunState
 

@@ -1,0 +1,88 @@
+"""A critic from outside the package: built by a function, trained, saved and resumed as the others."""
+
+import pytest
+import torch
+from runs_of_tiny import rollouts_of, trainer, weights
+from safetensors.torch import load_file
+from torch import nn
+
+from trl_ppo_ext import Critic
+from trl_ppo_ext.checkpoints.files import CheckpointError
+
+LENGTH = 8
+
+
+class Clock(Critic):
+    """A value for each position, plus a share of what was earned before."""
+
+    kind = "clock"
+    learning_rate = 0.05
+
+    def __init__(self, length=LENGTH):
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(length))
+        self.share = nn.Parameter(torch.zeros(()))
+
+    def observe(self, token_scores, mask, state):
+        return token_scores.cumsum(1) - token_scores
+
+    def inputs(self, states, positions, observed):
+        return torch.stack([positions, observed], 1)
+
+    def forward(self, inputs):
+        return self.values[inputs[:, 0].long()] + self.share * inputs[:, 1]
+
+
+def one_per_token(completion_ids, **kwargs):
+    return [[1.0] * len(ids) for ids in completion_ids]
+
+
+def run_of(folder, **settings):
+    settings = {"max_completion_length": LENGTH, "max_steps": 32, "num_ppo_epochs": 1} | settings
+    settings.setdefault("critic_factory", lambda policy: Clock())
+    return trainer(folder, reward_funcs=one_per_token, learning_rate=0.0, **settings)
+
+
+def test_clock_learns_the_reward_that_is_left(tmp_path):
+    """With a reward per token, of a policy that stays: a table of positions explains most."""
+    run = run_of(tmp_path, lam=1.0)
+    rollouts = rollouts_of(run)
+    run.train()
+    rollout, samples = rollouts[-1]
+    mask = rollout.response_mask
+    errors = (samples.values - samples.returns)[mask]
+    assert errors.var() < 0.6 * samples.returns[mask].var()
+    assert (run.actor_critic.value_head.values.diff()[:4] < 0).all()  # less is left
+    observed = rollout.sequences.observed
+    assert torch.equal(observed[mask], rollout.sequences.positions.float())
+
+
+def test_own_critic_resumes_bit_for_bit(tmp_path):
+    settings = {"max_steps": 12, "save_strategy": "steps", "save_steps": 5}
+    whole, again = (run_of(tmp_path / name, **settings) for name in ("whole", "again"))
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
+    assert any("share" in name for name in weights(whole))
+    for name, weight in weights(whole).items():
+        assert torch.equal(weight, weights(again)[name]), name
+    saved = load_file(tmp_path / "whole" / "checkpoint-10" / "value_head.safetensors")
+    assert saved.keys() == {"values", "share", "returns", "rewards"}
+
+
+def test_run_with_another_critic_does_not_resume(tmp_path):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    run_of(tmp_path / "whole", **settings).train()
+    other = run_of(tmp_path / "other", critic_factory=None, max_steps=8)
+    with pytest.raises(CheckpointError, match=r"'clock' .*got 'side'; pass its `critic_factory`"):
+        other.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("settings", [{"critic": "head"}, {"critic_init": "somewhere"}])
+def test_config_must_not_name_a_critic_beside_it(tmp_path, settings):
+    with pytest.raises(ValueError, match="`critic_factory` builds the critic instead of"):
+        run_of(tmp_path, **settings)
+
+
+def test_factory_must_return_a_critic(tmp_path):
+    with pytest.raises(TypeError, match="`critic_factory` must return a `Critic`, got Linear"):
+        run_of(tmp_path, critic_factory=lambda policy: nn.Linear(1, 1))
