@@ -19,9 +19,9 @@ from transformers.utils import CONFIG_NAME
 
 from trl_ppo_ext.checkpoints.atomic import STAGING, publish
 from trl_ppo_ext.checkpoints.files import CheckpointError
-from trl_ppo_ext.memory import on_meta
 from trl_ppo_ext.modeling.adapters import public_name
 from trl_ppo_ext.modeling.loading import check_model_arguments, hub_kwargs, load_base, load_config
+from trl_ppo_ext.tools.memory import on_meta
 
 # tokenizer, generation config, code
 FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")

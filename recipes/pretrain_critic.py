@@ -18,10 +18,10 @@ from torch import Tensor
 from trl_ppo_ext import PPOTrainer, ppo_math
 from trl_ppo_ext.checkpoints.files import save_critic
 from trl_ppo_ext.commands.launch import build_trainer, load_datasets, parse
-from trl_ppo_ext.commands.probe import held_out_rollouts
 from trl_ppo_ext.modeling import Critic
 from trl_ppo_ext.modeling.adapters import CRITIC_NUMBERS, public_name
 from trl_ppo_ext.ppo.rollouts import Rollout, Samples, observed_by_critic, score_tokens
+from trl_ppo_ext.tools.probe import held_out_rollouts
 
 HELD_OUT = 256  # completions that the explained variance is measured on, at least
 USEFUL = 0.1  # explained variance of a critic that is worth starting from

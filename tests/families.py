@@ -10,8 +10,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.episodes.decoder import why_not_reused
-from trl_ppo_ext.memory import model_sizes, on_meta
 from trl_ppo_ext.modeling.loading import load_actor_critic, name_of_loader
+from trl_ppo_ext.tools.memory import model_sizes, on_meta
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 HEAD = """# Models

@@ -16,13 +16,13 @@ del logging, warnings
 if TYPE_CHECKING:
     from .config import PPOConfig as PPOConfig
     from .episodes import StepResult as StepResult
-    from .memory import estimate_memory as estimate_memory
     from .modeling import ActorCritic as ActorCritic
     from .modeling import Critic as Critic
     from .rewards import ProcessReward as ProcessReward
     from .rewards import RewardAdapter as RewardAdapter
     from .rewards import RewardError as RewardError
     from .rewards.http import Judge as Judge
+    from .tools.memory import estimate_memory as estimate_memory
     from .trainer import PPOTrainer as PPOTrainer
 
 # public name -> module; imported when first used, so that `trl-ppo --help` does not wait for torch
@@ -36,7 +36,7 @@ _MODULES = {
     "RewardAdapter": "rewards",
     "RewardError": "rewards",
     "StepResult": "episodes",
-    "estimate_memory": "memory",
+    "estimate_memory": "tools.memory",
 }
 
 __all__ = list(_MODULES)

@@ -132,6 +132,14 @@ def spread_indices(length: int, count: int) -> list[int]:
     return [index * length // count for index in range(count)]
 
 
+def spread_rows(dataset: Any, count: int) -> Any:
+    """Select rows at equal distances, of a stream the first ones."""
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream:
+        return dataset.take(count)
+    return dataset.select(spread_indices(len(dataset), count))
+
+
 def as_dataset(dataset: Any) -> Any:
     """Turn a list of rows, or a dataset of torch or of one's own that has a length, into a
     `datasets.Dataset`."""

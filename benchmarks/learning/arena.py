@@ -356,7 +356,7 @@ def train(
 
 def probed(task_name: str, seed: int, completions: int = 2048) -> str:
     """What `trl-ppo probe` says of a task before training, as a row of a table."""
-    from trl_ppo_ext.commands.probe import probe
+    from trl_ppo_ext.tools.probe import probe
 
     with tempfile.TemporaryDirectory() as directory:
         trainer, _ = trainer_of((task_name, "PPO, side", 1e-3, seed), directory, lambda share: None)

@@ -42,8 +42,8 @@ from common import LORA, SHAPES, Shape, model, prompts, resident, tokenizer
 
 from trl_ppo_ext import PPOConfig, PPOTrainer, RewardAdapter, estimate_memory
 from trl_ppo_ext.commands.estimate import changed
-from trl_ppo_ext.memory import on_meta
 from trl_ppo_ext.ppo import rollouts
+from trl_ppo_ext.tools.memory import on_meta
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "estimate.json"
 MIB = 2**20

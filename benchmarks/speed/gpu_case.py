@@ -102,7 +102,7 @@ def save_models(shape: str, directory: Path) -> None:
     from estimate import config_of
     from safetensors.torch import save_file
 
-    from trl_ppo_ext.memory import on_meta
+    from trl_ppo_ext.tools.memory import on_meta
 
     config = config_of(shape, bos_token_id=2, eos_token_id=1, pad_token_id=0)
     base = on_meta(config)
@@ -184,7 +184,7 @@ def reward_of(case: Case, directory: Path, loaded: bool) -> Any:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from trl_ppo_ext import RewardAdapter
-    from trl_ppo_ext.memory import on_meta
+    from trl_ppo_ext.tools.memory import on_meta
 
     path = directory / "classifier"
     if case.reward == "adapter":

@@ -11,12 +11,12 @@ from tiny import WORDS, config, llama, prompts, tokenizer
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOTrainer, ppo_math
-from trl_ppo_ext.commands.probe import held_out_rollouts, probe
 from trl_ppo_ext.data import PromptError
 from trl_ppo_ext.episodes.record import ANSWERS
 from trl_ppo_ext.ppo import credit, rollouts
 from trl_ppo_ext.ppo.advantages import OVER_GROUPS
 from trl_ppo_ext.sequences import Sequences
+from trl_ppo_ext.tools.probe import held_out_rollouts, probe
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import pretrain_critic as recipe

@@ -73,9 +73,10 @@ FLOORS = [
     {"rewards"},
     {"episodes"},
     {"arguments", "ppo"},
-    {"memory", "tracking"},
+    {"tracking"},
     {"checkpoints"},
     {"trainer"},
+    {"tools"},
     {"commands"},
 ]
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from transformers.hf_argparser import HfArg
 
 from ..config import PPOConfig
-from ..memory import GIB, PROMPT_LENGTH, MemoryEstimate, estimate_memory
+from ..tools.memory import GIB, PROMPT_LENGTH, MemoryEstimate, estimate_memory
 from .launch import model_arguments, parse
 
 

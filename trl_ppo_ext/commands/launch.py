@@ -16,13 +16,12 @@ import trl
 import trl.rewards
 import yaml
 from accelerate import PartialState
-from datasets import IterableDataset
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from ..config import PPOConfig, check_types
-from ..data import get_split, load_splits, spread_indices
+from ..data import get_split, load_splits, spread_rows
 from ..modeling.loading import hub_kwargs, load_config
 from ..redaction import shortened, shown
 from ..rewards import RewardAdapter, RewardFunc
@@ -371,14 +370,6 @@ def load_datasets(script: PPOScriptArguments) -> dict[str, Any]:
         with PartialState().main_process_first():
             splits |= {split: splits[split].map(mapped) for split in {train, test} & splits.keys()}
     return splits
-
-
-def spread_rows(dataset: Any, count: int) -> Any:
-    """Select rows at equal distances, of a stream the first ones."""
-    is_stream = isinstance(dataset, IterableDataset)
-    if is_stream:
-        return dataset.take(count)
-    return dataset.select(spread_indices(len(dataset), count))
 
 
 def model_arguments(

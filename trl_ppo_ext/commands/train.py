@@ -18,9 +18,9 @@ from ..checkpoints.files import CheckpointError, check_links, check_target
 from ..config import PPOConfig
 from ..data import PROMPT_IDS, prompt_limit
 from ..episodes import Environments
-from ..memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..modeling.adapters import read_critic
 from ..redaction import shortened
+from ..tools.memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..tracking.completions import check_trackers
 from .estimate import print_estimate
 from .launch import (

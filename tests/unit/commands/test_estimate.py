@@ -13,7 +13,7 @@ from trl_ppo_ext import RewardAdapter, estimate_memory
 from trl_ppo_ext.commands import estimate as command
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.estimate import proposals
-from trl_ppo_ext.memory import GIB, adapter_sizes, model_sizes, on_meta
+from trl_ppo_ext.tools.memory import GIB, adapter_sizes, model_sizes, on_meta
 
 NF4 = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True

@@ -26,11 +26,11 @@ from trl_ppo_ext.commands.launch import (
     find_reward,
     load_datasets,
 )
-from trl_ppo_ext.commands.probe import held_out_rollouts
 from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.modeling.loading import default_peft_config
 from trl_ppo_ext.ppo.rollouts import observed_by_critic, score_tokens
 from trl_ppo_ext.ppo_math import Moments
+from trl_ppo_ext.tools.probe import held_out_rollouts
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 import pretrain_critic as module

@@ -13,8 +13,10 @@ from transformers import BitsAndBytesConfig
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.commands import main as cli
-from trl_ppo_ext.commands import probe as module
-from trl_ppo_ext.commands.probe import (
+from trl_ppo_ext.ppo.rollouts import Rollout
+from trl_ppo_ext.sequences import Sequences
+from trl_ppo_ext.tools import probe as module
+from trl_ppo_ext.tools.probe import (
     LAMBDAS,
     agreements,
     gradient_sketches,
@@ -22,8 +24,6 @@ from trl_ppo_ext.commands.probe import (
     ridge_values,
     verdict,
 )
-from trl_ppo_ext.ppo.rollouts import Rollout
-from trl_ppo_ext.sequences import Sequences
 
 ESTIMATORS = [*(f"lam={lam:g}" for lam in LAMBDAS), "rebn", "rloo", "grpo"]
 

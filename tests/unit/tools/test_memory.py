@@ -14,7 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import trl_ppo_ext
 from trl_ppo_ext import estimate_memory
-from trl_ppo_ext.memory import (
+from trl_ppo_ext.rewards import load_classifier
+from trl_ppo_ext.tools.memory import (
     OPTIMIZERS,
     AdapterSizes,
     MemoryEstimate,
@@ -23,9 +24,8 @@ from trl_ppo_ext.memory import (
     model_sizes,
     on_meta,
 )
-from trl_ppo_ext.rewards import load_classifier
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NO_CRITIC = {"critic": "none", "advantage_estimator": "reinforce"}
 

@@ -25,11 +25,11 @@ from transformers import (
 )
 from transformers.training_args import OptimizerNames
 
-from .arguments import as_list, context_of
-from .config import PPOConfig
-from .data import prompt_limit
-from .modeling.critics import SIDE_WIDTH, side_layers
-from .modeling.loading import (
+from ..arguments import as_list, context_of
+from ..config import PPOConfig
+from ..data import prompt_limit
+from ..modeling.critics import SIDE_WIDTH, side_layers
+from ..modeling.loading import (
     add_policy_adapter,
     auto_class,
     compute_dtype,
@@ -37,8 +37,8 @@ from .modeling.loading import (
     hub_kwargs,
     model_kwargs,
 )
-from .modeling.logprobs import CHUNK_LOGITS
-from .rewards import ProcessReward, RewardAdapter
+from ..modeling.logprobs import CHUNK_LOGITS
+from ..rewards import ProcessReward, RewardAdapter
 
 PROMPT_LENGTH = 512
 GIB = 2**30

@@ -1,0 +1,389 @@
+"""Which advantages agree best with the exact gradient on a task. Nothing is trained."""
+
+import json
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from datasets import IterableDataset
+from torch import Tensor, nn
+
+from .. import ppo_math
+from ..batch_plan import BatchPlan
+from ..data import RolloutSampler, spread_rows
+from ..episodes import Episode
+from ..modeling.critics import COSINES
+from ..ppo.credit import build_credit
+from ..ppo.metrics import Metrics
+from ..ppo.rollouts import Rollout, Samples, collect
+from ..trainer import PPOTrainer
+
+COMPLETIONS = 256
+GENERATIONS = 8  # per prompt, for a run with one
+FOLDS = 4
+RIDGES = (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)  # relative to the mean square of the states
+LAMBDAS = (0.0, 0.5, 0.8, 0.95, 1.0)
+WITHOUT_CRITIC = ("rebn", "rloo", "grpo")
+SKETCH = 64  # random directions on each side of a gradient
+# of the intervals; share of resamples with a signal, at least
+RESAMPLES = 400
+QUANTILES = (0.05, 0.95)
+TOLD = 0.95
+
+
+def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]:
+    """Measure how well a rollout's gradient agrees with the exact one, for several advantages.
+
+    The agreement is the cosine of the two in expectation, from pairs of different completions:
+    completions needed for the same progress go with 1 / cosine². Gradients are those of a linear
+    layer on the policy's last states, and the critic is a regression on these states, fitted to the
+    returns of other prompts. The result is also written to `probe.json` in the run's `output_dir`.
+
+    Args:
+        trainer ([`PPOTrainer`]): Trainer of the run, on one process. The run is not changed.
+        completions (`int`, *optional*, defaults to 256):
+            Completions to sample at least, in whole rollouts: `num_generations` per prompt, or 8 if
+            that is 1.
+
+    Returns:
+        `dict[str, Any]`: `"explained_variance"` of the returns by the policy's states,
+        `"agreement"` of each estimator with its 90 % interval (`None` if the completions do not
+        agree on a gradient), `"groups_without_signal"` and `"verdict"`.
+
+    Raises:
+        `ValueError`: If there are several processes, or too few scores.
+    """
+    gamma = trainer.args.gamma
+    size = trainer.plan.num_generations
+    if size == 1:
+        size = GENERATIONS
+    if (
+        trainer.accelerator.num_processes > 1
+        or trainer.is_deepspeed_enabled
+        or trainer.is_fsdp_enabled
+    ):
+        raise ValueError(
+            "`trl-ppo probe` needs one process without DeepSpeed and FSDP; start it without a "
+            "launcher."
+        )
+
+    # 1. Sample. Without discount, Monte Carlo returns are the rewards of the tokens.
+    changes = {
+        "gamma": 0.0,
+        "advantage_estimator": "rebn",
+        "whiten_advantages": False,
+        "advantage_level": "token",
+    }
+    changes["top_entropy_quantile"] = 1.0
+    rollouts, sampled = zip(*held_out_rollouts(trainer, completions, size, **changes))
+    rows = sum(map(len, rollouts)) // size * size  # of complete groups
+    mask = _stack([x.response_mask for x in rollouts])[:rows]
+    rewards = _stack(
+        [cast(Tensor, x.advantages if x.returns is None else x.returns) for x in sampled]
+    )[:rows]
+    _, returns = ppo_math.gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
+    counts = mask.any(1)
+    if counts.sum() < FOLDS:
+        raise ValueError(
+            f"Only {int(counts.sum())} of {rows} completions have a score and tokens to learn "
+            "from; check the rewards and `mask_truncated_completions`."
+        )
+
+    # 2. Predict each return from other completions: their mean, and a regression on the states of
+    # other prompts.
+    sums = (returns.double() * mask).sum(1)
+    tokens = mask.sum(1)
+    mean_of_others = (sums.sum() - sums) / (tokens.sum() - tokens)
+    prompts = [tuple(x.prompt_ids) for samples in sampled for x in samples.batch.episodes]
+    counted = dict.fromkeys(prompts[row] for row in counts.nonzero()[:, 0])
+    numbers = {prompt: number for number, prompt in enumerate(counted)}
+    blocks = torch.tensor([numbers.get(prompt, 0) for prompt in prompts])  # that share a fold
+    if len(numbers) < FOLDS:  # training would see every one of them, too
+        blocks = counts.cumsum(0)
+    row = mask.nonzero()[:, 0]
+    flat = returns[mask]
+    states = torch.cat([read_states(trainer, rollout) for rollout in rollouts])[: len(row)]
+    values = ridge_values(states, flat, blocks[row] % FOLDS)
+
+    # 3. Compare gradients.
+    totals = rewards.sum(1)
+    value_table = torch.zeros_like(rewards).masked_scatter(mask, values)
+    tables = {
+        f"lam={lam:g}": ppo_math.gae(rewards, value_table, mask, gamma, lam)[0] for lam in LAMBDAS
+    }
+    tables |= {
+        "rebn": (returns - mean_of_others[:, None]).float() * mask,
+        "rloo": ppo_math.rloo_advantages(totals, counts, size)[:, None] * mask,
+        "grpo": ppo_math.grpo_advantages(totals, counts, size)[:, None] * mask,
+    }
+    gradients = gradient_sketches(trainer, rollouts, tables)[counts]
+    exact = list(tables).index("lam=1")
+    found = dict(
+        zip(tables, agreements(gradients, blocks[counts], exact, trainer.plan.completions))
+    )
+
+    # 4. Conclude.
+    scores = torch.cat([samples.scored.totals for samples in sampled])[:rows]
+    usable = torch.cat([samples.scored.usable for samples in sampled])[:rows]
+    equal = (ppo_math.dr_grpo_advantages(scores, usable, size) == 0).view(-1, size).all(1)
+    without_signal = float(equal[usable.view(-1, size).any(1)].float().mean())
+    result = {
+        "completions": int(counts.sum()),
+        "prompts": len(numbers),
+        "num_generations": size,
+        "rollout": trainer.plan.completions,
+        "explained_variance": float(
+            ppo_math.explained_variance(values, flat, torch.ones_like(flat))
+        ),
+        "agreement": {name: interval(x) for name, x in found.items()},
+        "groups_without_signal": without_signal,
+        "verdict": verdict(found, without_signal),
+    }
+    path = Path(str(trainer.args.output_dir), "probe.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return result
+
+
+def held_out_rollouts(
+    trainer: PPOTrainer, completions: int, num_generations: int = 1, **changes: Any
+) -> list[tuple[Rollout, Samples]]:
+    """Collect rollouts that are not trained on; the state that each leaves is dropped, and the
+    run's noise restored.
+
+    A prompt has `num_generations` completions in consecutive rows, and `changes` replaces fields of
+    the config.
+    """
+    args = copy(trainer.args)
+    plan = trainer.plan
+    accelerator = trainer.accelerator
+    # Monte Carlo returns: with another λ they would depend on the critic
+    vars(args).update({"critic_options": replace(args.critic_options, lam=1.0)} | changes)
+    start = 0
+
+    def play(rows: list[dict], *_: Any) -> list[Episode]:
+        """Play without the record of answers, which is the run's; environments of a prompt have
+        one seed."""
+        seeds = [
+            hash((args.seed, (start + row) // num_generations)) % 2**31 for row in range(len(rows))
+        ]
+        return trainer.roles.player.play(rows, seeds)
+
+    # monitored rewards and the comparison with a sampler are for the log of a run
+    player: Any = copy(trainer.roles.player)
+    player.play = play
+    roles = replace(trainer.roles, args=args, monitors=[], sampler=None, player=player)
+    device = accelerator.device
+    process = accelerator.process_index
+    size = plan.completions_per_process
+    rounds = -(-completions // plan.completions)
+    prompts = _held_out_rows(trainer, -(-rounds * plan.completions // num_generations))
+    rows = [row for row in prompts for _ in range(num_generations)]
+    trainer.actor_critic.eval()
+    rollouts = []
+    credit = build_credit(roles, Metrics(device))
+    run = trainer.run_state
+    critic = trainer.actor_critic.value_head
+    if critic is not None:  # a new one is not fitted to what nobody learns from
+        run = run._replace(critic=critic.settled(run.critic))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(2**32 + args.seed + process)  # the run's own noise begins at its seed
+        for number in range(rounds):
+            start = (process * rounds + number) * size
+            # rewards draw their noise by the step
+            state = replace(trainer.state, global_step=trainer.state.global_step + number + 1)
+            part = rows[start : start + size]
+            rollout, _, samples = collect(roles, credit, part, run, Metrics(device), state)
+            rollouts.append((rollout, samples))
+    return rollouts
+
+
+def _held_out_rows(trainer: PPOTrainer, count: int) -> list[dict[str, Any]]:
+    """Rows of the evaluation sets, or else those that training reaches last."""
+    args = trainer.args
+    sets = trainer.eval_dataset
+    train = trainer.train_dataset
+    if sets is None and not isinstance(train, IterableDataset):
+        order = RolloutSampler(
+            len(train), BatchPlan(1), args.shuffle_dataset, args.prompt_seed
+        ).order(epoch=0)
+        train = train.select(order[::-1][:count])
+    if isinstance(sets, dict):
+        sets = list(sets.values())
+    else:
+        sets = [train if sets is None else sets]
+    rows = [row for dataset in sets for row in spread_rows(dataset, -(-count // len(sets)))]
+    return [rows[index % len(rows)] for index in range(count)]
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows of rollouts as one tensor on the CPU."""
+    return nn.utils.rnn.pad_sequence([row for x in tensors for row in x], batch_first=True).cpu()
+
+
+@torch.no_grad()
+def read_states(trainer: PPOTrainer, rollout: Rollout) -> Tensor:
+    """Last states of the policy at the tokens that count, after the position as cosines,
+    `[tokens, features]`."""
+    features = []
+    length = trainer.args.max_completion_length
+    for index in torch.arange(len(rollout)).split(trainer.plan.micro_batch_size):
+        part = rollout.rows(index)
+        sequences = part.sequences
+        with trainer.accelerator.autocast():
+            hidden = trainer.actor_critic._hidden_states(sequences).float()
+        waves = torch.arange(COSINES, device=hidden.device) * torch.pi / length
+        position = (sequences.positions[:, None] * waves).cos()  # the first one is constant
+        states = torch.cat([position, nn.functional.rms_norm(hidden, hidden.shape[-1:])], 1)
+        features.append(states[sequences.pick(part.response_mask)].cpu())
+    return torch.cat(features)
+
+
+def ridge_values(states: Tensor, returns: Tensor, folds: Tensor) -> Tensor:
+    """Predict the returns of each fold, `[tokens]`, from the others by ridge regression, with the
+    best ridge.
+
+    The first column of the states is the bias.
+    """
+    x = states.double()
+    y = returns.double()
+    chosen = [folds == fold for fold in range(FOLDS)]
+    squares = torch.stack([x[fold].T @ x[fold] for fold in chosen])
+    products = torch.stack([x[fold].T @ y[fold] for fold in chosen])
+    predictions = []
+    for ridge in RIDGES:
+        values = torch.zeros_like(y)
+        for number, fold in enumerate(chosen):
+            matrix = squares.sum(0) - squares[number]
+            penalty = torch.full_like(matrix[0], ridge * float(matrix.diagonal().mean()))
+            penalty[0] = 0
+            values[fold] = x[fold] @ torch.linalg.solve(
+                matrix + penalty.diag(), products.sum(0) - products[number]
+            )
+        predictions.append(values)
+    return min(predictions, key=lambda values: float((y - values).square().sum())).to(returns.dtype)
+
+
+@torch.no_grad()
+def gradient_sketches(
+    trainer: PPOTrainer, rollouts: Sequence[Rollout], tables: Mapping[str, Tensor]
+) -> Tensor:
+    """Gradient of a linear layer on the last states, with each table of advantages, `[completions,
+    tables, features]`.
+
+    It is the sum of Âₜ·δₜ·hₜᵀ, where δₜ is the gradient of the token's log-prob by the state hₜ.
+    Both are projected on random directions, which keeps products of two gradients in expectation.
+    """
+    actor_critic = trainer.actor_critic
+    rows = len(next(iter(tables.values())))
+    weight = actor_critic.policy.get_base_model().get_output_embeddings().weight
+    shape = 2, weight.shape[1], SKETCH
+    left, right = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) / SKETCH**0.5).to(
+        weight.device
+    )
+    sketches: list[Tensor] = []
+    for rollout in rollouts:
+        for index in torch.arange(len(rollout)).split(trainer.plan.micro_batch_size):
+            sequences = rollout.rows(index).sequences
+            with trainer.accelerator.autocast():
+                hidden = actor_critic._hidden_states(sequences).to(weight.dtype).requires_grad_()
+            with torch.enable_grad():
+                logprobs = actor_critic._project(
+                    hidden, sequences, trainer.args.temperature
+                ).logprobs
+                (by_state,) = torch.autograd.grad(logprobs.sum(), hidden)
+            products = torch.einsum(
+                "ti,tj->tij", hidden.detach().float() @ left, by_state.float() @ right
+            ).flatten(1)
+            mask = sequences.completion_mask.cpu()
+            start = len(sketches)
+            for row, part in enumerate(products.split(mask.sum(1).tolist())):
+                if start + row < rows:
+                    places = mask[row].nonzero()[:, 0]
+                    advantages = torch.stack(
+                        [table[start + row, places] for table in tables.values()]
+                    )
+                    sketches.append((advantages.to(part) @ part).cpu())
+    return torch.stack(sketches)
+
+
+def interval(cosines: Tensor) -> list[float] | None:
+    """Cosine with its 90 % interval; `None` if it cannot be told."""
+    if cosines.isfinite().float().mean() < TOLD:
+        return None
+    quantiles = cosines[1:].nanquantile(torch.tensor(QUANTILES).double())
+    return [float(x) for x in (cosines[0], *quantiles)]
+
+
+def agreements(gradients: Tensor, blocks: Tensor, exact: int, rollout: int) -> Tensor:
+    """Cosine of a rollout's gradient with the exact one, `[tables, 1 + resamples]`; NaN where that
+    cannot be told.
+
+    Products of completions of different `blocks`, which share no prompt, estimate products of
+    expected gradients; the table `exact` is of unbiased advantages. The first column is of all
+    blocks, the others of resampled ones.
+    """
+    blocks = blocks.unique(return_inverse=True)[1]
+    count = int(blocks.max()) + 1
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
+    times = torch.zeros(RESAMPLES, count).scatter_add(
+        1, drawn, torch.ones_like(drawn, dtype=torch.float)
+    )
+    weights = torch.cat([torch.ones(1, len(blocks)), times[:, blocks]]).double()
+    others = (blocks[:, None] != blocks).double()
+    pairs = (weights @ others * weights).sum(1)
+
+    def products(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean product of a gradient with itself, and with that of a completion of another
+        block."""
+        table = (first @ second.T).double()
+        return weights @ table.diagonal() / weights.sum(1), (
+            weights @ (others * table) * weights
+        ).sum(1) / pairs
+
+    unbiased = gradients[:, exact]
+    _, length = products(unbiased, unbiased)  # squared, of the exact gradient
+    cosines = []
+    for gradient in gradients.unbind(1):
+        own, expected = products(gradient, gradient)
+        square = own / rollout + (1 - 1 / rollout) * expected.clamp(min=0)
+        cosines.append(products(gradient, unbiased)[1] / (square * length.clamp(min=0)).sqrt())
+    return torch.stack(cosines)
+
+
+def verdict(found: Mapping[str, Tensor], without_signal: float) -> str:
+    """One sentence: whether a critic pays, and the setting to take."""
+    means = {name: float(x[0]) for name, x in found.items()}
+    if without_signal == 1:
+        return (
+            "There is nothing to learn, as all scores of a prompt are equal: change the reward or "
+            "the prompts."
+        )
+    if not all(map(interval, found.values())):
+        return (
+            "These completions are too few to tell a signal from noise: set a larger "
+            "`--completions`."
+        )
+    critic = max(
+        (name for name in means if name not in WITHOUT_CRITIC), key=lambda name: means[name]
+    )
+    rival = max(WITHOUT_CRITIC, key=lambda name: means[name])
+    low, high = (
+        (found[critic] - found[rival])[1:].nanquantile(torch.tensor(QUANTILES).double()).tolist()
+    )
+    share = (means[rival] / means[critic]) ** 2
+    if low > 0:
+        needs = f"it needs {share:.0%} of the completions of `advantage_estimator={rival!r}`"
+        return f"A critic pays, with `lam` near {critic.removeprefix('lam=')}: {needs}."
+    if high < 0:
+        setting = f'`critic="none", advantage_estimator="{rival}"`'
+        needs = f"it needs {1 / share:.0%} of the completions"
+        return f"No critic on the policy's states pays, so take {setting}: {needs}."
+    return (
+        f"No difference between `lam` {critic.removeprefix('lam=')} and {rival!r} can be told: "
+        "keep the default."
+    )
