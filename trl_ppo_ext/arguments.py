@@ -18,10 +18,11 @@ from transformers import (
 from transformers.utils import has_file, logging
 from trl import is_conversational
 
-from .config import HIDDEN_STATE, PPOConfig
+from .config import EARLIER_NAME, PRIVILEGED_STATE, PPOConfig
 from .data import tokenize_prompts, with_prompts
 from .distributed import check_deepspeed, check_fsdp, uses_fsdp
 from .episodes import Environments, ensure_pad_token, stop_token_ids
+from .episodes.environments import has_privileged_state
 from .modeling.loading import check_model_arguments, hub_kwargs, load_config
 from .rewards import check_reward_arguments, check_reward_columns
 from .text import end_of_turn
@@ -113,28 +114,29 @@ def settle_trainer_arguments(
             "answers the trainer waits for; remove it."
         )
     with_state = {
-        x.type.__name__ for x in environments.kinds.values() if hasattr(x.type, HIDDEN_STATE)
+        x.type.__name__ for x in environments.kinds.values() if has_privileged_state(x.type)
     }
-    if not with_state and HIDDEN_STATE in (args.critic_options.prompt, args.reference_prompt):
+    named = {args.critic_options.prompt, args.reference_prompt}
+    if not with_state and named & {PRIVILEGED_STATE, EARLIER_NAME}:
         raise ValueError(
-            f"A prompt {HIDDEN_STATE!r} needs an environment with that method; pass one as "
+            f"A prompt {PRIVILEGED_STATE!r} needs an environment with that method; pass one as "
             "`environment_factory`, or rename a column of that name."
         )
-    columns = set(args.other_prompts.values()) - {HIDDEN_STATE}
+    columns = set(args.other_prompts.values()) - {PRIVILEGED_STATE}
     if columns and (environments.has_instances or environments.rollout_func):
         raise ValueError(
             f"The column {columns.pop()!r} cannot be `reference_prompt` or "
             "`critic_kwargs['prompt']`: it lacks what an environment adds to the prompt; use "
-            "'hidden_state' of an environment."
+            "'privileged_state' of an environment."
         )
-    if HIDDEN_STATE not in args.other_prompts.values():
+    if PRIVILEGED_STATE not in args.other_prompts.values():
         for name in with_state:
             needed = (
                 "`critic='adapter'` without `critic_kwargs['prompt']`, or "
-                "`reference_prompt='hidden_state'`"
+                "`reference_prompt='privileged_state'`"
             )
             logging.get_logger(__name__).warning(
-                "`hidden_state` of %s needs %s; it is not read.", name, needed
+                "`privileged_state` of %s needs %s; it is not read.", name, needed
             )
     if critic_factory is not None and (args.critic != "side" or args.critic_init is not None):
         raise ValueError(

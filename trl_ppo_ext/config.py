@@ -34,7 +34,9 @@ logger = logging.get_logger(__name__)
 LOCK = ".lock"  # in the output directory; a run that trains holds it
 PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("presets/*.yaml"))}
 NUM_MINI_BATCHES = 4  # by default
-HIDDEN_STATE = "hidden_state"  # method of an environment, as the prompt of critic or reference
+# method of an environment, as the prompt of critic or reference, and its earlier name
+PRIVILEGED_STATE = "privileged_state"
+EARLIER_NAME = "hidden_state"
 
 
 def number(default: Any, **limits: float) -> Any:
@@ -266,7 +268,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     reference_prompt: str | None = None
     """Column with the prompt of the reference (text or chat messages), which may show it what the
     policy must not
-    know, such as the answer: the KL then distills. `"hidden_state"` is that of an environment."""
+    know, such as the answer: the KL then distills. `"privileged_state"` is that of an environment."""
     target_kl: float | None = number(0.3, above=0)
     """Stop a rollout's updates when the policy has moved this far since sampling, in nats per
     token. The clip bounds gradients, not what Adam's momentum adds. `None` never stops."""
@@ -842,16 +844,14 @@ class PPOConfig(TRLFields, TrainingArguments):
 
     @property
     def other_prompts(self) -> dict[str, str]:
-        """Column that a role reads in place of the policy's prompt, or `HIDDEN_STATE`."""
+        """Column that a role reads in place of the policy's prompt, or `PRIVILEGED_STATE`."""
+        prompts = {}
         if self.critic == "adapter":
-            critic = self.critic_options.prompt or HIDDEN_STATE
-        else:
-            critic = None
-        return {
-            role: x
-            for role, x in (("critic", critic), ("reference", self.reference_prompt))
-            if x is not None
-        }
+            prompts["critic"] = self.critic_options.prompt or PRIVILEGED_STATE
+        if self.reference_prompt is not None:
+            prompts["reference"] = self.reference_prompt
+        names = {EARLIER_NAME: PRIVILEGED_STATE}
+        return {role: names.get(column, column) for role, column in prompts.items()}
 
     @property
     def prompt_seed(self) -> int:

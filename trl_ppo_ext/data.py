@@ -26,7 +26,7 @@ from trl import is_conversational
 
 from . import __version__
 from .batch_plan import BatchPlan
-from .config import HIDDEN_STATE, PPOConfig
+from .config import PRIVILEGED_STATE, PPOConfig
 from .redaction import shortened
 from .sequences import ROLES
 from .text import delimiter_in, encode_chat, encode_text, prefill, text_only, without_none
@@ -412,7 +412,9 @@ def tokenize_prompts(
     every prompt."""
     # the functions below must not hold `args`: the cache of `datasets` would depend on every field
     overlong = args.overlong_prompts
-    others = {role: column for role, column in args.other_prompts.items() if column != HIDDEN_STATE}
+    others = {
+        role: column for role, column in args.other_prompts.items() if column != PRIVILEGED_STATE
+    }
     max_prompt_length = args.max_prompt_length
     max_completion_length = args.max_completion_length
     dataset = as_dataset(dataset)

@@ -26,7 +26,7 @@ ROLLOUT = 256
 ROLLOUTS = 30
 SEEDS = (0, 1, 2, 3, 4)
 RATE = 1e-3
-TOLD = {"reference_prompt": "hidden_state", "kl_placement": "reward"}
+TOLD = {"reference_prompt": "privileged_state", "kl_placement": "reward"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "reward": {"kl_coef": 0.0},
     "reward, KL 0.05": {"kl_coef": 0.05},

@@ -242,7 +242,7 @@ class Guess:
             right or self.turn == self.turns,
         )
 
-    def hidden_state(self) -> str:
+    def privileged_state(self) -> str:
         """What the critic of "PPO, adapter" sees."""
         return f"w{self.secret}"
 

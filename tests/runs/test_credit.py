@@ -42,7 +42,7 @@ class Endless:
         self.seed = seed
         return None, {}
 
-    def hidden_state(self):
+    def privileged_state(self):
         return f"{WORDS[self.seed % 20]} w2"
 
     def step(self, text):
@@ -79,24 +79,26 @@ def episodes_run(output_dir, environment, **kwargs):
     )
 
 
-TEACHER = {"reference_prompt": "hidden_state", "kl_coef": 0.1}
+TEACHER = {"reference_prompt": "privileged_state", "kl_coef": 0.1}
 
 
 @pytest.mark.parametrize(
     "settings, is_read", [({}, False), ({"critic": "adapter"}, True), (TEACHER, True)]
 )
-def test_hidden_state_that_nobody_reads_is_told(tmp_path, caplog, monkeypatch, settings, is_read):
+def test_privileged_state_that_nobody_reads_is_told(
+    tmp_path, caplog, monkeypatch, settings, is_read
+):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     episodes_run(tmp_path, Endless, **settings)
-    assert ("`hidden_state` of Endless needs `critic='adapter'`" in caplog.text) is not is_read
+    assert ("`privileged_state` of Endless needs `critic='adapter'`" in caplog.text) is not is_read
 
 
 @pytest.mark.parametrize("critic", ["side", "adapter"])
-def test_reference_reads_the_hidden_state_and_what_follows(tmp_path, critic):
+def test_reference_reads_the_privileged_state_and_what_follows(tmp_path, critic):
     run = episodes_run(tmp_path, Limited, critic=critic, **TEACHER)
     rollout, samples = first_rollout(run)
     for row, episode in enumerate(samples.batch.episodes):
-        state = run.processing_class(episode.environment.hidden_state())["input_ids"]
+        state = run.processing_class(episode.environment.privileged_state())["input_ids"]
         shown = [*state, *episode.prompt_ids]
         assert episode.other_prompts == {"reference": shown} | (
             {"critic": shown} if critic == "adapter" else {}

@@ -384,8 +384,8 @@ def test_reference_that_sees_more_teaches_without_a_reward(tmp_path, caplog, mon
         (TEACHER | {"max_completion_length": 57}, "The reference's prompt has .* room for 7"),
         (TEACHER | {"kl_coef": 0}, "`reference_prompt='answer'` needs a `kl_coef` above 0"),
         (
-            {"reference_prompt": "hidden_state"},
-            "'hidden_state' needs an environment with that method",
+            {"reference_prompt": "privileged_state"},
+            "'privileged_state' needs an environment with that method",
         ),
     ],
 )

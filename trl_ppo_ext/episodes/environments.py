@@ -15,6 +15,7 @@ from transformers.utils import get_json_schema
 from trl import is_conversational
 
 from ..concurrency import FAILURES, called, in_thread, leave_blocked_loops, started
+from ..config import EARLIER_NAME, PRIVILEGED_STATE
 from ..data import PromptError, with_prompts
 from ..redaction import redacted, shortened
 from ..rewards import RewardError, ScoringBatch
@@ -23,7 +24,19 @@ from .chat import ChatFormat, encodable
 from .episode import Episode
 from .record import Answer
 
-_NOT_TOOLS = ("reset", "get_reward", "hidden_state")
+_NOT_TOOLS = ("reset", "get_reward", PRIVILEGED_STATE, EARLIER_NAME)
+
+
+def has_privileged_state(environment: Any) -> bool:
+    """Check if an environment, or its class, has a text that critic or reference may read."""
+    return hasattr(environment, PRIVILEGED_STATE) or hasattr(environment, EARLIER_NAME)
+
+
+def privileged_state(environment: Any) -> Callable[[], Any]:
+    """Method of an environment that returns this text, also under its earlier name."""
+    if hasattr(environment, PRIVILEGED_STATE):
+        return environment.privileged_state
+    return environment.hidden_state
 
 
 class StepResult(str):

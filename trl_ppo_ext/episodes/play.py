@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from ..concurrency import called, started
-from ..config import HIDDEN_STATE, PPOConfig
+from ..config import PRIVILEGED_STATE, PPOConfig
 from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
@@ -23,7 +23,13 @@ from ..rewards.scoring import guarded, seeded
 from ..text import protected, text_only
 from .chat import CHARACTERS
 from .decoder import TransformersGenerator
-from .environments import Environments, TextEnvironment, bounded
+from .environments import (
+    Environments,
+    TextEnvironment,
+    bounded,
+    has_privileged_state,
+    privileged_state,
+)
 from .episode import Episode, decode
 from .generator import Generator
 from .record import ANSWERS, Answer, Place, Record, forget
@@ -101,7 +107,7 @@ class EnvironmentPlayer(Player):
         self.prompt_limit = prompt_limit(self.limit, context_length, args.max_prompt_length)
         self.context_limit = prompt_limit(self.limit, context_length, None)
         self.shown_to = [
-            role for role, column in args.other_prompts.items() if column == HIDDEN_STATE
+            role for role, column in args.other_prompts.items() if column == PRIVILEGED_STATE
         ]
         self.iterations = math.inf if iterations is None else iterations
         self.device = args.device
@@ -153,10 +159,10 @@ class EnvironmentPlayer(Player):
         # 3. Show critic or reference what the policy must find out.
         if self.shown_to:
             with_state = [
-                x for x in episodes if x.error is None and hasattr(x.environment, "hidden_state")
+                x for x in episodes if x.error is None and has_privileged_state(x.environment)
             ]
-            states = [partial(called, x.environment.hidden_state) for x in with_state]
-            for episode, state in self._answers("hidden state", with_state, states, seeds[0]):
+            states = [partial(called, privileged_state(x.environment)) for x in with_state]
+            for episode, state in self._answers("privileged state", with_state, states, seeds[0]):
                 self._show(episode, state)
 
         active = episodes
@@ -258,15 +264,15 @@ class EnvironmentPlayer(Player):
             episode.error = error
 
     def _show(self, episode: Episode, state: Any) -> None:
-        """Begin the prompt of other roles with the hidden state of an environment."""
+        """Begin the prompt of other roles with the privileged state of an environment."""
         tokenizer = self.tokenizer
         room = self.context_limit - len(episode.prompt_ids)
         try:
             if not isinstance(state, str):
-                raise TypeError(f"`hidden_state` must return text, got {type(state).__name__}")
+                raise TypeError(f"`privileged_state` must return text, got {type(state).__name__}")
             ids = self.chat.encoded(state)
             if len(ids) > room:
-                raise ValueError(f"`hidden_state` returned {len(ids)} tokens, but {room} fit")
+                raise ValueError(f"`privileged_state` returned {len(ids)} tokens, but {room} fit")
             start = int(episode.prompt_ids[0] == tokenizer.bos_token_id)
             ids = episode.prompt_ids[:start] + ids + episode.prompt_ids[start:]
             episode.other_prompts |= dict.fromkeys(self.shown_to, ids)

@@ -864,17 +864,17 @@ def test_noise_of_an_environment_is_of_its_row_and_rank():
 class Secret(Counter):
     """Environment that knows what the policy must find out."""
 
-    def hidden_state(self):
+    def privileged_state(self):
         secret = self.resets[-1]["secret"]
         if secret == "a number":
             return 7
         return secret
 
 
-def test_hidden_state_begins_only_critic_or_reference_prompts():
+def test_privileged_state_begins_only_critic_or_reference_prompts():
     rows = rows_of("alpha", "beta", "gamma", secret=["seven", "z" * 10_000, "a number"])
     decode = player_of({}, rows, factory=Secret).chat.tokenizer.decode
-    teaches = {"reference_prompt": "hidden_state"}
+    teaches = {"reference_prompt": "privileged_state"}
     for roles, settings in {
         ("critic",): {"critic": "adapter"},
         (): {},
@@ -889,8 +889,23 @@ def test_hidden_state_begins_only_critic_or_reference_prompts():
             assert long.error is None
             continue
         assert decode(one.other_prompts[roles[0]]) == "seven" + decode(one.prompt_ids)
-        assert "`hidden_state` returned 10000 tokens" in str(long.error)
-        assert "`hidden_state` must return text, got int" in str(number.error)
+        assert "`privileged_state` returned 10000 tokens" in str(long.error)
+        assert "`privileged_state` must return text, got int" in str(number.error)
+
+
+def test_earlier_name_of_the_privileged_state_is_accepted():
+    class Earlier(Counter):
+        def hidden_state(self):
+            return "seven"
+
+    rows = rows_of("alpha")
+    for name in ("hidden_state", "privileged_state"):
+        player = player_of({"": ["x"]}, rows, factory=Earlier, reference_prompt=name, kl_coef=0.1)
+        [episode] = played(player, rows)
+        decode = player.chat.tokenizer.decode
+        shown = decode(episode.other_prompts["reference"])
+        assert shown == "seven" + decode(episode.prompt_ids)
+        assert list(episode.responder.tools) == ["increment"]
 
 
 # ---- foreign text ----
@@ -905,7 +920,7 @@ class Page(Secret):
 
     def read(self) -> str:
         """Read a page."""
-        return self.hidden_state()
+        return self.privileged_state()
 
 
 class Story(Walk):
@@ -918,7 +933,7 @@ class Story(Walk):
     def step(self, text):
         return self.secret, 0.0, False
 
-    def hidden_state(self):
+    def privileged_state(self):
         return self.secret
 
 
