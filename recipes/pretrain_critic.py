@@ -83,7 +83,7 @@ def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Sa
     """Share of the Monte Carlo returns' variance that the critic explains, over all tokens and
     processes."""
     trainer.actor_critic.eval()
-    roles = trainer.roles
+    components = trainer.components
     run = trainer.run_state
     pairs = []
     critic = cast(Critic, trainer.actor_critic.value_head)
@@ -97,11 +97,11 @@ def explained_variance(trainer: PPOTrainer, rollouts: Sequence[tuple[Rollout, Sa
         sequences = observed_by_critic(
             critic, sequences, samples.scored.tokens, sequences.completion_mask, run
         )
-        values = units.values(score_tokens(roles, sequences).values)
+        values = units.values(score_tokens(components, sequences).values)
         pairs.append((values[mask], cast(Tensor, samples.returns)[mask]))
     values, returns = map(torch.cat, zip(*pairs))
     return float(
-        ppo_math.explained_variance(values, returns, torch.ones_like(returns), roles.all_sum)
+        ppo_math.explained_variance(values, returns, torch.ones_like(returns), components.all_sum)
     )
 
 

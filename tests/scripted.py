@@ -67,7 +67,7 @@ class Echo:
 
 def write_turns(run, turns):
     """Let a script write the turns of a trainer in place of its policy."""
-    run.roles.player.generator = Script(run.processing_class, turns)
+    run.components.player.generator = Script(run.processing_class, turns)
 
 
 def rows_of(*questions, **columns):

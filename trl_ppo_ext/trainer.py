@@ -53,7 +53,7 @@ from .ppo.credit import build_credit
 from .ppo.guards import SamplerComparison, count_skipped
 from .ppo.metrics import Metrics, check_best_metric
 from .ppo.progress import Progress
-from .ppo.rollouts import Roles, Samples, collect, sample
+from .ppo.rollouts import Components, Samples, collect, sample
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_learning_rate
 from .private_names import warn_of_missing_names
@@ -315,10 +315,10 @@ class PPOTrainer(Trainer):
             sampler = SamplerComparison(args, actor_critic.dtype, all_sum)
         else:
             sampler = None
-        self.roles = Roles(
+        self.components = Components(
             actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, sampler
         )
-        self.credit = build_credit(self.roles, self._metrics["train"])
+        self.credit = build_credit(self.components, self._metrics["train"])
         self.run_state = RunState(args.kl_coef)
         if actor_critic.value_head is not None:
             self.run_state = self.run_state._replace(critic=actor_critic.value_head.saved_state)
@@ -373,12 +373,12 @@ class PPOTrainer(Trainer):
     @property
     def environments(self) -> list | None:
         """Environments of the last episodes, as in TRL; `None` without."""
-        return [episode.environment for episode in self.roles.player.lent] or None
+        return [episode.environment for episode in self.components.player.lent] or None
 
     @property
     def reward_weights(self) -> Tensor:
         """Weights of the rewards, which a run does not change."""
-        return torch.tensor(self.roles.reward_weights or [1.0] * len(self.roles.rewards))
+        return torch.tensor(self.components.reward_weights or [1.0] * len(self.components.rewards))
 
     def __getstate__(self) -> Any:
         """Refuse to be pickled: a run is more than an object."""
@@ -447,7 +447,7 @@ class PPOTrainer(Trainer):
         self._is_collecting = True
         try:
             rollout, self.run_state, samples = collect(
-                self.roles, self.credit, prompts, self.run_state, metrics, self.state
+                self.components, self.credit, prompts, self.run_state, metrics, self.state
             )
         finally:
             self._is_collecting = False
@@ -462,7 +462,7 @@ class PPOTrainer(Trainer):
         sequences = samples.sequences
         lengths = torch.tensor([int(sequences.prompt_lengths.sum()), len(sequences.positions)])
         lengths = lengths.to(self.accelerator.device, non_blocking=True)
-        prompt_tokens, completion_tokens = self.roles.all_sum(lengths).tolist()
+        prompt_tokens, completion_tokens = self.components.all_sum(lengths).tolist()
         self.state.num_input_tokens_seen += prompt_tokens + completion_tokens
         self._tokens_since_log += completion_tokens
 
@@ -482,7 +482,7 @@ class PPOTrainer(Trainer):
         step = self.state.global_step + self.plan.optimizer_steps
         if step < self.state.max_steps:
             size = self.plan.completions_per_process
-            generator = cast(Any, self.roles.player.generator)
+            generator = cast(Any, self.components.player.generator)
             numbers = self._sampler.rollout(step)[self.accelerator.process_index * size :][:size]
             self._next_rows = self._read(numbers)  # a stream returns them only once
             generator.begin([row[PROMPT_IDS] for row in self._next_rows])
@@ -582,7 +582,7 @@ class PPOTrainer(Trainer):
             last_logged=self._globalstep_last_logged,
             skipped=self._skipped,
             tokens_seen=self.state.num_input_tokens_seen,
-            ahead=self.roles.player.generator.ahead,
+            ahead=self.components.player.generator.ahead,
             random=RandomState.capture(self.accelerator.device),
         )
 
@@ -601,7 +601,7 @@ class PPOTrainer(Trainer):
         self._globalstep_last_logged = progress.last_logged
         self._skipped = progress.skipped
         self.state.num_input_tokens_seen = progress.tokens_seen
-        self.roles.player.generator.ahead = progress.ahead
+        self.components.player.generator.ahead = progress.ahead
         if progress.random is not None:
             progress.random.restore()
 
@@ -686,7 +686,7 @@ class PPOTrainer(Trainer):
             )
         metrics = self._metrics["eval"]
         self._samples["eval"] = sample(
-            self.roles, inputs, self.run_state, metrics, self.state, num_valid
+            self.components, inputs, self.run_state, metrics, self.state, num_valid
         )
         return None, None, None
 
@@ -716,7 +716,9 @@ class PPOTrainer(Trainer):
 
     def _compute_metrics(self, mode: str) -> dict[str, float]:
         gather = self.accelerator.gather
-        return self._metrics[mode].compute(self.roles.all_sum, lambda x: gather(x[None]).amax(0))
+        return self._metrics[mode].compute(
+            self.components.all_sum, lambda x: gather(x[None]).amax(0)
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the metrics since the last log."""

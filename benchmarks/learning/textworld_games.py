@@ -305,7 +305,7 @@ def parallel(episodes: int = 64) -> None:
         run = PPOTrainer(
             start_model(), None, PPOConfig(folder, **chosen), data, environment_factory=TextWorld
         )
-        player = run.roles.player
+        player = run.components.player
         conversation = player.generator.conversation
         player.play = timed(player.play, "play")
         player.generator.conversation = lambda: timed(conversation(), "model")

@@ -296,14 +296,14 @@ def measure(case: Case, directory: str) -> dict[str, Any]:
             processing_class=tokenizer(case.shape),
             **kwargs,
         )
-        models = [trainer.model, *(getattr(x, "model", None) for x in trainer.roles.rewards)]
+        models = [trainer.model, *(getattr(x, "model", None) for x in trainer.components.rewards)]
         for loaded in [] if gpu else [x for x in models if isinstance(x, torch.nn.Module)]:
             # tensors read from a file come from no operation
             for tensor in [*loaded.parameters(), *loaded.buffers()]:
                 tracker.add(tensor)
-        for reward in trainer.roles.rewards:
+        for reward in trainer.components.rewards:
             reward.score = in_phase(tracker, "score", reward.score)
-        generator = trainer.roles.player.generator
+        generator = trainer.components.player.generator
         generator.generate = in_phase(tracker, "generate", generator.generate)
         with patch.object(
             rollouts, "score_tokens", in_phase(tracker, "forward", rollouts.score_tokens)

@@ -53,12 +53,14 @@ def with_noise(trainer, noise, seed):
             self.sampled_logprobs = [row[: len(ids)] for row, ids in zip(logprobs, completions)]
             return completions
 
-    roles = trainer.roles
+    roles = trainer.components
     args = trainer.args
     roles.player.generator = NoisyGenerator(
         trainer.actor_critic, roles.tokenizer, args, trainer.accelerator
     )
-    trainer.roles = replace(roles, sampler=SamplerComparison(args, torch.float32, roles.all_sum))
+    trainer.components = replace(
+        roles, sampler=SamplerComparison(args, torch.float32, roles.all_sum)
+    )
 
 
 def measure(job):

@@ -50,16 +50,16 @@ def run(rollouts: int, kept_from: int | None = None) -> str:
         data = Dataset.from_dict({"prompt": openings(THINGS)})
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         trainer = PPOTrainer(base_model(), vader, args, data, peft_config=lora)
-        generator = trainer.roles.player.generator
+        generator = trainer.components.player.generator
         numbers = iter(range(1, rollouts + 1))
-        play = trainer.roles.player.play
+        play = trainer.components.player.play
 
         def played(*given, **kwargs):
             if next(numbers) == kept_from:
                 generator._load = lambda weights: None
             return play(*given, **kwargs)
 
-        trainer.roles.player.play = played
+        trainer.components.player.play = played
         try:
             trainer.train()
         except SamplerError as error:

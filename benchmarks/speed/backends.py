@@ -65,7 +65,7 @@ def measure(
                 processing_class=tokenizer(words),
                 quantization_config=quantization,
             )
-            generator = trainer.roles.player.generator
+            generator = trainer.components.player.generator
             ids = [
                 [4 + (31 * row + k) % (vocabulary - 4) for k in range(PROMPT)]
                 for row in range(PROMPTS)

@@ -235,8 +235,8 @@ def watch(trainer: Any, tracker: Any) -> None:
 
     from trl_ppo_ext.ppo import rollouts
 
-    rewards = trainer.roles.rewards
-    generator = trainer.roles.player.generator
+    rewards = trainer.components.rewards
+    generator = trainer.components.player.generator
     models = [trainer.model, *(getattr(x, "model", None) for x in rewards)]
     for model in [] if GPU else [x for x in models if isinstance(x, torch.nn.Module)]:
         # tensors read from a file come from no operation

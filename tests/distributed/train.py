@@ -96,7 +96,7 @@ class Collectives(TorchDispatchMode):
 
 def counting(trainer):
     """Collectives of each time that episodes are played, beside the forwards of each process."""
-    player = trainer.roles.player
+    player = trainer.components.player
     forwards = []
     counts = []
     play = player.play

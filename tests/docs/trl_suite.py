@@ -213,8 +213,8 @@ def __getattr__(name):
 # names of GRPOTrainer's inner parts that tests of tools read
 PRIVATE = {
     r"patch\.object\(trainer\.model,": "patch.object(trainer.model.policy,",
-    r"trainer\._env_tools\[(.*?)\]": r"trainer.roles.player.environments.kinds[\1].pool[0].tools.values()",
-    r"trainer\._environment_pool\[(.*?)\]": r"trainer.roles.player.environments.kinds[\1].pool",
+    r"trainer\._env_tools\[(.*?)\]": r"trainer.components.player.environments.kinds[\1].pool[0].tools.values()",
+    r"trainer\._environment_pool\[(.*?)\]": r"trainer.components.player.environments.kinds[\1].pool",
 }
 
 

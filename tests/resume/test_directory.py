@@ -334,6 +334,6 @@ def test_answers_belong_to_settings_and_inputs_but_not_to_rates(tmp_path):
         "seed": trainer(tmp_path / "d", seed=3),
         "rows": trainer(tmp_path / "e", dataset=prompts(15)),
     }
-    digests = {name: built.roles.player.run for name, built in runs.items()}
+    digests = {name: built.components.player.run for name, built in runs.items()}
     assert digests["same"] == digests["rates"] != ""
     assert len(set(digests.values())) == 4

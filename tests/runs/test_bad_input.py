@@ -454,7 +454,7 @@ def test_every_metric_of_an_evaluation_may_choose_the_best_model(tmp_path):
         for name in built.evaluate().keys() - {"epoch"}:
             built.args.metric_for_best_model = name
             metrics.check_best_metric(
-                built.args, built.eval_dataset, built.roles.rewards, built.roles.monitors
+                built.args, built.eval_dataset, built.components.rewards, built.components.monitors
             )
 
 

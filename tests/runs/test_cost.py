@@ -186,7 +186,7 @@ def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
 
 def test_exact_kl_in_the_reward_reads_the_reference_once(step):
     counted = step(measures=False, critic="head", kl_estimator="exact")
-    roles = counted.trainer.roles
+    roles = counted.trainer.components
     sequences = counted.sequences
     assert counted.forwards["score_tokens"] == 2 * counted.trainer.plan.num_mini_batches
     for weight in roles.actor_critic.policy_parameters().values():

@@ -273,7 +273,7 @@ def test_first_values_over_turns_equal_the_critics_outputs(tmp_path, level):
     start = run.updates.start
 
     def begin(rollout, step):
-        outputs = rollouts.score_tokens(run.roles, rollout.sequences).values
+        outputs = rollouts.score_tokens(run.components, rollout.sequences).values
         starts, _ = ppo_math.turn_starts(rollout.sequences.turns)
         if level == "turn":
             has_value = rollout.response_mask & starts
@@ -337,7 +337,7 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
     whole = rollouts.observed_by_critic(  # in today's units
         run.actor_critic.value_head, whole, samples.scored.tokens, whole.completion_mask, state
     )
-    values = rollouts.score_tokens(run.roles, whole).values
+    values = rollouts.score_tokens(run.components, whole).values
     starts = ppo_math.turn_starts(whole.completion_mask)[0]
 
     # cut each episode before its second turn
@@ -367,7 +367,7 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
     expected = values[range(len(batch)), seconds].index_fill(0, torch.tensor(3), 0)
     assert expected.std() > 1e-3
     is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
-    outputs = credit.outputs_after(run.roles, samples, state) * is_cut
+    outputs = credit.outputs_after(run.components, samples, state) * is_cut
     torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -93,11 +93,11 @@ def test_collecting_changes_no_weight_and_no_buffer(tmp_path, critic):
     changed = []
     collect = trainer_module.collect
 
-    def compared(roles, *args):
-        tensors = roles.actor_critic.state_dict()
+    def compared(components, *args):
+        tensors = components.actor_critic.state_dict()
         before = {name: x.clone() for name, x in tensors.items()}
-        result = collect(roles, *args)
-        after = roles.actor_critic.state_dict()
+        result = collect(components, *args)
+        after = components.actor_critic.state_dict()
         changed.append([name for name, x in before.items() if not torch.equal(after[name], x)])
         return result
 

@@ -305,7 +305,7 @@ def test_evaluation_samples_at_its_temperature(tmp_path, cooled, used):
 def test_greedy_evaluation_is_that_of_generate(tmp_path, inputs):
     built = trainer(tmp_path, eval_temperature=0, dataset=prompts(1))
     built.evaluate(prompts(1))
-    [completion] = built.roles.player.play([built.train_dataset[0]], [0], evaluates=True)
+    [completion] = built.components.player.play([built.train_dataset[0]], [0], evaluates=True)
     prompt = torch.tensor([completion.prompt_ids])
     ids = built.model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=1)
     assert completion.completion_ids == ids[0, prompt.shape[1] :].tolist()

@@ -449,12 +449,12 @@ def test_failures_of_an_evaluation_do_not_end_it(tmp_path):
 def test_evaluation_that_failed_leaves_nothing_to_the_next(tmp_path):
     built = trainer(tmp_path, eval_dataset=prompts(4), per_device_eval_batch_size=1)
     measured = built.evaluate()["eval_reward"]
-    score = built.roles.rewards[0].score
+    score = built.components.rewards[0].score
     calls = itertools.count()
-    built.roles.rewards[0].score = lambda batch: [1e6] if next(calls) < 2 else [None, None]
+    built.components.rewards[0].score = lambda batch: [1e6] if next(calls) < 2 else [None, None]
     with pytest.raises(RewardError, match="returned 2 scores"):
         built.evaluate()
-    built.roles.rewards[0].score = score
+    built.components.rewards[0].score = score
     assert built.evaluate()["eval_reward"] == measured
 
 

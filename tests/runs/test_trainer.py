@@ -331,8 +331,8 @@ def test_evaluation_runs_in_even_batches_of_at_most_a_rollout(tmp_path):
     built = trainer(tmp_path, dataloader_drop_last=True)
     sizes = []
     assert built.plan.completions_per_process == built.args.eval_batch_size == 8
-    generate = built.roles.player.generator.generate
-    built.roles.player.generator.generate = lambda prompts, *args: (
+    generate = built.components.player.generator.generate
+    built.components.player.generator.generate = lambda prompts, *args: (
         sizes.append(len(prompts)) or generate(prompts, *args)
     )
     for rows in (5, 8, 9, 17):

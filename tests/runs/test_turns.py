@@ -279,7 +279,7 @@ def forwards_of(run):
 @pytest.mark.parametrize("batch_size, length", [(None, 5), (3, 5), (None, 1)])
 def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, length):
     run = echo_trainer(tmp_path, per_device_generation_batch_size=batch_size)
-    generator = run.roles.player.generator
+    generator = run.components.player.generator
     generator.config.do_sample = False
     run.actor_critic.eval()
     with torch.no_grad():
@@ -306,7 +306,7 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
 )
 def test_empty_observations_change_neither_cache_nor_samples(tmp_path, silent):
     run = echo_trainer(tmp_path)
-    generator = run.roles.player.generator
+    generator = run.components.player.generator
     generator.config.do_sample = False
     run.actor_critic.eval()
     with torch.no_grad():
@@ -342,7 +342,7 @@ def test_empty_observations_change_neither_cache_nor_samples(tmp_path, silent):
 )
 def test_processors_read_the_tokens_of_earlier_turns(tmp_path, settings):
     run = echo_trainer(tmp_path, **settings)
-    generator = run.roles.player.generator
+    generator = run.components.player.generator
     generator.config.do_sample = False
     run.actor_critic.eval()
     turns = generator.conversation()
@@ -630,7 +630,7 @@ def test_special_tokens_that_a_reset_spells_are_text(tmp_path, as_messages):
     for Page.text in ("fine", attack):
         run = chat_trainer(tmp_path / Page.text[:4], {"Q0": ["done"]}, environment_factory=Page)
         rows = [run.train_dataset[0]]
-        (episode,) = run.roles.player.play(rows, [0])
+        (episode,) = run.components.player.play(rows, [0])
         assert Page.text in run.processing_class.decode(episode.prompt_ids)
         special.append([token for token in episode.prompt_ids if token < 3])
     assert special[0] == special[1]
@@ -645,7 +645,7 @@ def test_reward_labels_skip_the_reward_of_an_environment(tmp_path):
         "environment_factory": Calculator,
     }
     run = chat_trainer(tmp_path / "run", {}, [str(tmp_path / "model")], **settings)
-    assert len(run.roles.rewards) == 2 and run.roles.rewards[0].label == 1
+    assert len(run.components.rewards) == 2 and run.components.rewards[0].label == 1
 
 
 def test_run_with_tools_logs_what_trl_logs(tmp_path):

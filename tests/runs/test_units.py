@@ -157,7 +157,9 @@ def test_updates_read_the_rewards_so_far_of_the_rollout(tmp_path):
 
     def score_again(rollout, step):
         without = replace(rollout.sequences, observed=None)
-        again, blind = (score_tokens(run.roles, x).values for x in (rollout.sequences, without))
+        again, blind = (
+            score_tokens(run.components, x).values for x in (rollout.sequences, without)
+        )
         differences.append([float((x - rollout.old_values).abs().max()) for x in (again, blind)])
         start(rollout, step)
 

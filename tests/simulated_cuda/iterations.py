@@ -86,7 +86,7 @@ def move(trainer, gpu):
     def sampled(inputs, rooms, cache=None):
         return torch.zeros(len(inputs[0]), max(rooms), dtype=torch.long, device=DEVICE).tolist()
 
-    trainer.roles.player.generator._generate_batch = sampled
+    trainer.components.player.generator._generate_batch = sampled
 
 
 def iterations(trainer, gpu):

@@ -53,7 +53,7 @@ def move(run, seed, scale=0.1):
 def largest_difference(run, prompts):
     """Sample from the policy of this moment; return how far the sampler's log-probs are off, at
     most."""
-    generator = run.roles.player.generator
+    generator = run.components.player.generator
     policy = run.actor_critic.policy.eval()
     with generator.awake():
         completions = generator.generate(prompts)

@@ -115,8 +115,8 @@ def test_greedy_completions_are_those_of_transformers(tmp_path, base):
     run = served_trainer(tmp_path, base, **settings)
     move(run, 0)
     prompts = [[(7 * row + 3 * k) % 28 + 4 for k in range(1 + row % 9)] for row in range(56)] + LONG
-    with run.roles.player.generator.awake():
-        completions = run.roles.player.generator.generate(prompts)
+    with run.components.player.generator.awake():
+        completions = run.components.player.generator.generate(prompts)
     policy = run.actor_critic.policy.eval()
     for prompt, ids in zip(prompts, completions, strict=True):
         expected = policy.generate(
@@ -136,7 +136,7 @@ def test_update_reaches_the_next_rollout(run):
 
 
 def test_every_adapter_has_a_new_name_and_leaves_the_disk(run, monkeypatch):
-    generator = run.roles.player.generator
+    generator = run.components.player.generator
     seen = []
     add_lora = generator.engine.llm.llm_engine.add_lora
     monkeypatch.setattr(
@@ -160,9 +160,9 @@ def test_every_adapter_has_a_new_name_and_leaves_the_disk(run, monkeypatch):
     "scale, cause", [(0.0, "the policy's adapter is not applied"), (0.2, "an older adapter")]
 )
 def test_stale_adapter_ends_the_run_with_its_cause(run, monkeypatch, scale, cause):
-    engine = run.roles.player.generator.engine
+    engine = run.components.player.generator.engine
     move(run, 1, scale)
-    with run.roles.player.generator.awake():
+    with run.components.player.generator.awake():
         pass
     (stale,) = engine.requests.values()
     monkeypatch.setattr(
@@ -208,7 +208,7 @@ def test_memory_that_is_too_small_for_a_completion_is_an_error(tmp_path, base):
         "max_completion_length": 100,
         "generation_kwargs": {"kv_cache_memory_bytes": 3 * 2**17},
     }
-    generator = served_trainer(tmp_path, base, **small).roles.player.generator
+    generator = served_trainer(tmp_path, base, **small).components.player.generator
     fits = generator.engine.llm.llm_engine.model_config.max_model_len
     assert 100 < fits < CONTEXT
     with generator.awake():
@@ -238,7 +238,7 @@ def test_engine_leaves_the_process_as_it_was(run):
 
 
 def test_rollout_draws_one_number_per_prompt_and_no_other(run, monkeypatch):
-    generator = run.roles.player.generator
+    generator = run.components.player.generator
     asked = []
     sample = generator.engine.sample
     monkeypatch.setattr(

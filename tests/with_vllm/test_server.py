@@ -149,7 +149,7 @@ def test_logprobs_of_every_rollout_are_those_of_the_policy(settings, base, serve
 
 def test_greedy_completions_equal_those_of_transformers(base, server, tmp_path):
     run = trained(base, server, tmp_path, max_steps=4, eval_temperature=0)
-    generator = run.roles.player.generator
+    generator = run.components.player.generator
     policy = run.actor_critic.policy.eval()
     generator.evaluates = True
     batch = [[4 + (row * k + row) % 28 for k in range(1 + 3 * row)] for row in range(16)]
@@ -180,7 +180,7 @@ def test_another_base_raises_with_the_command(base, server, tmp_path):
 
 def disturb(run, action, completions=16 * 2 + 5):
     """Act after that many prompts are completed, by default in the middle of the third rollout."""
-    engine = run.roles.player.generator.engine
+    engine = run.components.player.generator.engine
     completed = count(1)
     complete = engine._complete
 
@@ -344,7 +344,7 @@ def test_adapters_of_a_killed_run_are_removed_by_the_next(base, server, tmp_path
     run = trainer(base, server, tmp_path)
     with FileLock(tmp_path / ".lock"):  # as while it trains
         trainer(base, server, tmp_path)
-    assert run.roles.player.generator.version in server.adapters()
+    assert run.components.player.generator.version in server.adapters()
     assert not left & set(server.adapters())
 
 

@@ -35,9 +35,9 @@ from .baseline import MEMORY, Groups
 from .metrics import Metrics, log_critic
 from .places import default_lambda, enter_at
 from .rollouts import (
+    Components,
     Credit,
     CreditStep,
-    Roles,
     Samples,
     micro_batches,
     observed_by_critic,
@@ -52,16 +52,16 @@ logger = logging.get_logger(__name__)
 Stepped = tuple[Credit, RunState]
 
 
-def build_credit(roles: Roles, metrics: Metrics) -> list[CreditStep]:
+def build_credit(components: Components, metrics: Metrics) -> list[CreditStep]:
     """Steps of a run, in their order. No other function chooses between them.
 
     Their settings are read here, once; the critic's step logs to `metrics`.
     """
-    args = roles.args
-    all_sum = roles.all_sum
-    has_critic = roles.actor_critic.value_head is not None
-    rank = roles.accelerator.process_index
-    groups = Groups(args.num_generations, roles.accelerator.gather, rank)
+    args = components.args
+    all_sum = components.all_sum
+    has_critic = components.actor_critic.value_head is not None
+    rank = components.accelerator.process_index
+    groups = Groups(args.num_generations, components.accelerator.gather, rank)
     steps: list[CreditStep] = []
 
     # 1. Which tokens count, and their rewards.
@@ -77,11 +77,13 @@ def build_credit(roles: Roles, metrics: Metrics) -> list[CreditStep]:
 
     # 2. Advantages.
     if has_critic:
-        steps.append(partial(estimate_by_critic, roles=roles, metrics=metrics, groups=groups))
+        steps.append(
+            partial(estimate_by_critic, components=components, metrics=metrics, groups=groups)
+        )
     elif args.advantage_estimator == "rebn":
         steps.append(partial(sum_rewards_to_go, gamma=args.gamma))
     elif args.multi_objective_aggregation == "normalize_then_sum":
-        weights = roles.reward_weights
+        weights = components.reward_weights
         steps.append(partial(compare_objectives_in_groups, weights=weights, groups=groups))
     else:
         estimator = cast(str, args.advantage_estimator)
@@ -95,7 +97,7 @@ def build_credit(roles: Roles, metrics: Metrics) -> list[CreditStep]:
         steps.append(divide_by_unit_of_returns)
     if args.top_entropy_quantile < 1:
         quantile = args.top_entropy_quantile
-        accelerator = roles.accelerator
+        accelerator = components.accelerator
         steps.append(partial(keep_high_entropies, quantile=quantile, accelerator=accelerator))
     if args.entropy_coef:
         steps.append(partial(measure_unit_of_entropy, all_sum=all_sum))
@@ -183,21 +185,23 @@ def estimate_by_critic(
     credit: Credit,
     run: RunState,
     *,
-    roles: Roles,
+    components: Components,
     metrics: Metrics,
     groups: Groups,
 ) -> Stepped:
     """GAE with the baseline of a critic, and the targets that the critic learns."""
-    critic = cast(Critic, roles.actor_critic.value_head)
+    critic = cast(Critic, components.actor_critic.value_head)
     usable = samples.scored.usable
     # one completion far from all others must not set the units of the others
     ordinary = usable & ~outlying(credit.rewards.sum(1), usable, groups)
     metrics.total("outlying_completions", usable & ~ordinary)
-    discounts, run, places = discounts_of(roles, samples, ordinary, run, metrics)
+    discounts, run, places = discounts_of(components, samples, ordinary, run, metrics)
     outputs = cast(Tensor, credit.outputs)
     is_new = critic.is_new(run.critic)
     if is_new:
-        added, state = fit_to_rollout(roles, samples, credit, ordinary, discounts.gamma, run.critic)
+        added, state = fit_to_rollout(
+            components, samples, credit, ordinary, discounts.gamma, run.critic
+        )
         outputs = outputs + added
         run = run._replace(critic=state)
     result, returns = of_critic(
@@ -207,15 +211,15 @@ def estimate_by_critic(
         run.critic.returns,
         is_normalized=critic.is_normalized,
         discounts=discounts,
-        cuts=cuts_of(roles, samples, run, is_new),
+        cuts=cuts_of(components, samples, run, is_new),
         groups=groups,
         ordinary=ordinary,
-        all_sum=roles.all_sum,
+        all_sum=components.all_sum,
     )
     counted = credit.response_mask & ordinary[:, None]
-    rewards = run.critic.rewards.add(samples.scored.tokens, counted, roles.all_sum, MEMORY)
+    rewards = run.critic.rewards.add(samples.scored.tokens, counted, components.all_sum, MEMORY)
     # values that were fitted to these very returns explain nothing yet
-    log_critic(metrics, result, places, is_new=is_new, all_sum=roles.all_sum)
+    log_critic(metrics, result, places, is_new=is_new, all_sum=components.all_sum)
     credit = credit._replace(advantages=result.advantages, outputs=outputs, critic=result)
     state = run.critic._replace(returns=returns, rewards=rewards)
     return credit, run._replace(critic=state)
@@ -281,7 +285,7 @@ def measure_unit_of_entropy(
 
 
 def fit_to_rollout(
-    roles: Roles,
+    components: Components,
     samples: Samples,
     credit: Credit,
     ordinary: Tensor,
@@ -289,10 +293,10 @@ def fit_to_rollout(
     state: CriticState,
 ) -> tuple[Tensor, CriticState]:
     """Fit a new critic to a rollout; what that adds to the outputs is `[batch, response]`."""
-    critic = cast(SideCritic, roles.actor_critic.value_head)
-    summaries = read_by_critic(roles, samples.sequences, critic.summary)
+    critic = cast(SideCritic, components.actor_critic.value_head)
+    summaries = read_by_critic(components, samples.sequences, critic.summary)
     # micro-batches have their own order
-    order = torch.cat(micro_batches(roles.args, samples.sequences)).to(credit.rewards.device)
+    order = torch.cat(micro_batches(components.args, samples.sequences)).to(credit.rewards.device)
     added, state = fit_new(
         critic,
         summaries,
@@ -302,7 +306,7 @@ def fit_to_rollout(
         samples.sequences.completion_mask[order],
         gamma=(gamma * torch.ones_like(credit.rewards))[order],
         enters=(credit.steps & ordinary[:, None])[order],
-        all_sum=roles.all_sum,
+        all_sum=components.all_sum,
     )
     return added[order.argsort()], state
 
@@ -350,7 +354,7 @@ def outlying(totals: Tensor, usable: Tensor, groups: Groups) -> Tensor:
 
 
 def discounts_of(
-    roles: Roles,
+    components: Components,
     samples: Samples,
     ordinary: Tensor,
     run: RunState,
@@ -361,15 +365,15 @@ def discounts_of(
 
     If both levels count, γ and λ of turns are at their ends.
     """
-    args = roles.args
-    options = roles.args.critic_options
-    level = roles.args.advantage_level
+    args = components.args
+    options = components.args.critic_options
+    level = components.args.advantage_level
     turns = samples.sequences.turns
     scores, places = enter_at(samples.scored.tokens, samples.scored.places, turns)
     information = run.information
-    for rows in rows_of_environments(roles, samples):  # what is usual differs between them
-        information = information.add(scores, places, ordinary & rows, roles.all_sum)
-    over_token, over_turn = default_lambda(information, places, turns, roles.all_sum)
+    for rows in rows_of_environments(components, samples):  # what is usual differs between them
+        information = information.add(scores, places, ordinary & rows, components.all_sum)
+    over_token, over_turn = default_lambda(information, places, turns, components.all_sum)
 
     lam: float | Tensor | None = args.lam
     within: float | Tensor = 1.0
@@ -398,12 +402,12 @@ def discounts_of(
     return discounts, run._replace(information=information), places
 
 
-def cuts_of(roles: Roles, samples: Samples, run: RunState, is_new: bool) -> Cuts | None:
+def cuts_of(components: Components, samples: Samples, run: RunState, is_new: bool) -> Cuts | None:
     """Completions that a limit cut where the critic stands for the rest; `None` if no rank has
     any."""
     # the fit of a new critic is not installed before the updates
     added = run.critic.first_fit if is_new else None
-    outputs = outputs_after(roles, samples, run, added)
+    outputs = outputs_after(components, samples, run, added)
     if outputs is None:
         return None
     is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
@@ -411,13 +415,13 @@ def cuts_of(roles: Roles, samples: Samples, run: RunState, is_new: bool) -> Cuts
 
 
 def outputs_after(
-    roles: Roles, samples: Samples, run: RunState, added: Tensor | None = None
+    components: Components, samples: Samples, run: RunState, added: Tensor | None = None
 ) -> Tensor | None:
     """Outputs of the critic for the states after completions that a limit cut, `[batch]`; `None`
     if there are none. `added` are weights of a fit that is not installed yet."""
-    actor_critic = roles.actor_critic
+    actor_critic = components.actor_critic
     critic = cast(Critic, actor_critic.value_head)
-    device = roles.accelerator.device
+    device = components.accelerator.device
     episodes = samples.batch.episodes
     sequences = samples.sequences
     rows = [row for row, episode in enumerate(episodes) if episode.bootstraps]
@@ -425,7 +429,7 @@ def outputs_after(
         return None
     rows = rows or [0]
     # the value of a state is at the token that follows it: one that nothing else reads
-    pad_token_id = roles.tokenizer.pad_token_id
+    pad_token_id = components.tokenizer.pad_token_id
     index = torch.tensor(rows)
     own = sequences.rows(index)
     on_device = index.to(device)
@@ -445,9 +449,9 @@ def outputs_after(
     mask = nn.functional.pad(sequences.completion_mask[on_device], padding)
     ends = observed_by_critic(critic, ends, scores, mask | ends.completion_mask, run)
     with unsharded(actor_critic):  # ranks have other numbers of rows
-        outputs = score_tokens(roles, ends, with_reference=False).values.sum(1)
+        outputs = score_tokens(components, ends, with_reference=False).values.sum(1)
         if added is not None:
-            order = torch.cat(micro_batches(roles.args, ends)).to(device)
-            fitted = torch.cat(read_by_critic(roles, ends, lambda inputs: inputs @ added))
+            order = torch.cat(micro_batches(components.args, ends)).to(device)
+            fitted = torch.cat(read_by_critic(components, ends, lambda inputs: inputs @ added))
             outputs = outputs + fitted[order.argsort()]
     return outputs.new_zeros(len(sequences)).index_put((on_device,), outputs)

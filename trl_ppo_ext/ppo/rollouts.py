@@ -190,9 +190,11 @@ class Rollout:
 
 
 @dataclass(frozen=True, eq=False)
-class Roles:
-    """Policy, reference and critic on one base, what samples, and what scores; collecting
-    changes no weight."""
+class Components:
+    """What a rollout is collected with: models, what samples, what scores, and settings.
+
+    Collecting changes none of them.
+    """
 
     actor_critic: ActorCritic
     player: Player  # samples
@@ -215,7 +217,7 @@ class Roles:
 
 
 def sample(
-    roles: Roles,
+    components: Components,
     rows: Sequence[dict],
     run: RunState,
     metrics: Metrics,
@@ -224,28 +226,31 @@ def sample(
 ) -> Samples:
     """Sample and score a completion per row; the first `num_valid` of an evaluation (`None`:
     training) are logged."""
-    args = roles.args
-    accelerator = roles.accelerator
+    args = components.args
+    accelerator = components.accelerator
     training = num_valid is None
     device = accelerator.device
     rank = accelerator.process_index
-    all_sum = roles.all_sum
+    all_sum = components.all_sum
     with accelerator.autocast():
-        roles.actor_critic.prepare_forwards()
-    if rank == 0 and roles.actor_critic.why_not_packed is not None:
-        reason = roles.actor_critic.why_not_packed
+        components.actor_critic.prepare_forwards()
+    if rank == 0 and components.actor_critic.why_not_packed is not None:
+        reason = components.actor_critic.why_not_packed
         logger.warning_once(
             f"Rows are padded to the longest of a micro-batch, and not packed, because {reason}."
         )
 
     # 1. Play an episode for each row: a completion, or several turns.
-    is_ahead = training and roles.player.generator.ahead is not None
-    seeds = seeds_of_episodes(roles, len(rows), state, training)
-    with timed("generate", metrics), roles.actor_critic.adapter(roles.actor_critic.policy_adapter):
-        episodes = roles.player.play(
+    is_ahead = training and components.player.generator.ahead is not None
+    seeds = seeds_of_episodes(components, len(rows), state, training)
+    with (
+        timed("generate", metrics),
+        components.actor_critic.adapter(components.actor_critic.policy_adapter),
+    ):
+        episodes = components.player.play(
             rows, seeds, state.global_step if training else None, not training
         )
-    sequences = to_sequences(episodes, roles.tokenizer.pad_token_id, device)
+    sequences = to_sequences(episodes, components.tokenizer.pad_token_id, device)
     stopped = torch.tensor([episode.ending == "stopped" for episode in episodes]).to(
         device, non_blocking=True
     )
@@ -262,16 +267,16 @@ def sample(
     with timed("score", metrics), guarded(seed, device):
         batch = scoring_batch(episodes, state, extra, logged)
         scored = score_all(
-            roles.rewards,
+            components.rewards,
             batch,
-            roles.reward_weights,
+            components.reward_weights,
             args.reward_on_error,
             args.max_reward_failures if training else 1.0,  # batches of an evaluation may be small
             all_sum,
             device,
         )
-        if roles.monitors:
-            monitored = monitor(roles.monitors, batch, device)
+        if components.monitors:
+            monitored = monitor(components.monitors, batch, device)
         else:
             monitored = scored.rewards[:, :0]
     # a reward may log a metric on some ranks only, and in any order
@@ -280,12 +285,12 @@ def sample(
 
     # 3. Log-probs under policy and reference, entropies and values, with the forward of the
     # updates.
-    critic = roles.actor_critic.value_head
+    critic = components.actor_critic.value_head
     if critic is not None:
         mask = sequences.completion_mask
         sequences = observed_by_critic(critic, sequences, scored.tokens, mask, run)
     with timed("forward", metrics):
-        tokens = score_tokens(roles, sequences)
+        tokens = score_tokens(components, sequences)
 
     # 4. Exclude what is not finite, compare with the sampler, and log.
     valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
@@ -300,31 +305,35 @@ def sample(
         token_scores = scored.tokens.masked_fill(excluded[:, None], 0)
         scored = scored._replace(usable=usable, tokens=token_scores)
     metrics.total("unscored_completions", scored.unscored & valid)
-    log_rewards(metrics, [reward.name for reward in roles.rewards], scored, valid, all_sum)
+    log_rewards(metrics, [reward.name for reward in components.rewards], scored, valid, all_sum)
     valid = valid & scored.usable
     completion_mask = sequences.completion_mask
     weights = None
     has_logprobs = all(len(episode.logprobs) == len(episode.completion_ids) for episode in episodes)
-    if (has_logprobs or roles.sampler is not None) and (training or args.eval_temperature is None):
+    if (has_logprobs or components.sampler is not None) and (
+        training or args.eval_temperature is None
+    ):
         sampled = [torch.tensor(episode.logprobs) for episode in episodes]
         logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(device)
         compared = completion_mask & valid[:, None]
-        if roles.sampler is None:  # the policy itself
+        if components.sampler is None:  # the policy itself
             differences = log_differences(tokens, logprobs, compared, metrics)
-            tolerance = rounding(args, roles.actor_critic.dtype)
+            tolerance = rounding(args, components.actor_critic.dtype)
             warn_of_differences(differences, compared, tolerance, all_sum)
         else:
-            weights = roles.sampler.weights(tokens, logprobs, compared, metrics, is_ahead)
-        if roles.sampler is not None and training:
+            weights = components.sampler.weights(tokens, logprobs, compared, metrics, is_ahead)
+        if components.sampler is not None and training:
             with accelerator.autocast():
-                roles.sampler.compare_with_last_adapter(
-                    roles.actor_critic, sequences, tokens, logprobs, compared, is_ahead
+                components.sampler.compare_with_last_adapter(
+                    components.actor_critic, sequences, tokens, logprobs, compared, is_ahead
                 )
     log_completions(metrics, tokens, completion_mask, stopped, valid)
     lengths = completion_mask.sum(1)
     by_name = {"reward": scored.totals, "length": lengths, "turns": sequences.turns.amax(1)}
-    log_episodes(metrics, episodes, num_valid, valid, roles.player.names, by_name)
-    monitors = {reward.name: scores for reward, scores in zip(roles.monitors, monitored.unbind(1))}
+    log_episodes(metrics, episodes, num_valid, valid, components.player.names, by_name)
+    monitors = {
+        reward.name: scores for reward, scores in zip(components.monitors, monitored.unbind(1))
+    }
     log_hacking(
         metrics,
         batch.completions,
@@ -344,7 +353,7 @@ def sample(
 
 
 def collect(
-    roles: Roles,
+    components: Components,
     credit_steps: Sequence[CreditStep],
     rows: Sequence[dict],
     run: RunState,
@@ -353,14 +362,14 @@ def collect(
 ) -> tuple[Rollout, RunState, Samples]:
     """Collect a rollout from rows of the dataset, and return it with the state for the next one."""
     # 1. Play, score, and run policy, reference and critic.
-    samples = sample(roles, rows, run, metrics, state, num_valid=None)
+    samples = sample(components, rows, run, metrics, state, num_valid=None)
     if state.global_step == 0:
-        check_by_critic(roles, samples)
-    gather = roles.accelerator.gather
-    log_groups(metrics, samples.scored, roles.args.num_generations, gather)
+        check_by_critic(components, samples)
+    gather = components.accelerator.gather
+    log_groups(metrics, samples.scored, components.args.num_generations, gather)
 
     # 2. Rewards per token: the KL penalty at every token, the shaped score at the last one.
-    rewards, after = shaped_rewards(roles, samples, run)
+    rewards, after = shaped_rewards(components, samples, run)
     metrics.mean("objective", rewards.sum(1), samples.scored.usable)
 
     # 3. Credit: from rewards to advantages of the policy and targets of the critic.
@@ -370,7 +379,7 @@ def collect(
 
     # 4. The rollout, and what it leaves to the next one.
     rollout = Rollout.of(samples, credit, run.kl_coef, gather)
-    after = after._replace(kl_coef=next_kl_coef(roles, samples, run, state))
+    after = after._replace(kl_coef=next_kl_coef(components, samples, run, state))
     metrics.mean("kl_coef", run.kl_coef)
     samples = samples._replace(advantages=rollout.advantages)
     if credit.critic is not None:
@@ -378,9 +387,11 @@ def collect(
     return rollout, after, samples
 
 
-def next_kl_coef(roles: Roles, samples: Samples, run: RunState, state: TrainerState) -> float:
+def next_kl_coef(
+    components: Components, samples: Samples, run: RunState, state: TrainerState
+) -> float:
     """KL coefficient of the next rollout, from the KL of this one's completions."""
-    args = roles.args
+    args = components.args
     policy_moves = state.global_step >= args.critic_options.warmup_steps
     if args.kl_target is None or not policy_moves:
         return run.kl_coef
@@ -388,16 +399,18 @@ def next_kl_coef(roles: Roles, samples: Samples, run: RunState, state: TrainerSt
     usable = samples.scored.usable
     # log-probs are 0 at padding
     kls = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, "k1").sum(1)
-    measured = float(ppo_math.masked_mean(kls, usable, roles.all_sum))
-    completions = int(roles.all_sum(usable.sum()))
+    measured = float(ppo_math.masked_mean(kls, usable, components.all_sum))
+    completions = int(components.all_sum(usable.sum()))
     return ppo_math.adapt_kl_coef(
         run.kl_coef, measured, args.kl_target, args.kl_horizon, completions
     )
 
 
-def shaped_rewards(roles: Roles, samples: Samples, run: RunState) -> tuple[Tensor, RunState]:
+def shaped_rewards(
+    components: Components, samples: Samples, run: RunState
+) -> tuple[Tensor, RunState]:
     """Rewards per token: the KL penalty at every token, the shaped score at the last one."""
-    args = roles.args
+    args = components.args
     tokens = samples.tokens
     scored = samples.scored
     after = run
@@ -405,7 +418,7 @@ def shaped_rewards(roles: Roles, samples: Samples, run: RunState) -> tuple[Tenso
     token_scores = scored.tokens
     kl = torch.zeros_like(tokens.logprobs)
     if args.normalize_rewards:
-        scores, token_scores, after = normalized_scores(roles, samples, run)
+        scores, token_scores, after = normalized_scores(components, samples, run)
     if args.missing_eos_penalty is not None:
         scores = scores - args.missing_eos_penalty * (~samples.stopped)
     kind = args.reward_kl
@@ -420,7 +433,7 @@ def shaped_rewards(roles: Roles, samples: Samples, run: RunState) -> tuple[Tenso
 
 
 def normalized_scores(
-    roles: Roles, samples: Samples, run: RunState
+    components: Components, samples: Samples, run: RunState
 ) -> tuple[Tensor, Tensor, RunState]:
     """Scores `[batch]` and at tokens in units of their running deviation; several environments have
     one each.
@@ -439,10 +452,14 @@ def normalized_scores(
     of_outcomes = dict(run.outcomes)
     means = torch.zeros_like(scores)
     deviations = torch.ones_like(scores)
-    for name, rows in zip(roles.player.names or [""], rows_of_environments(roles, samples)):
-        of_scores[name] = of_scores.get(name, Moments()).add(scores, usable & rows, roles.all_sum)
+    for name, rows in zip(
+        components.player.names or [""], rows_of_environments(components, samples)
+    ):
+        of_scores[name] = of_scores.get(name, Moments()).add(
+            scores, usable & rows, components.all_sum
+        )
         of_outcomes[name] = of_outcomes.get(name, Moments()).add(
-            outcomes, usable & rows, roles.all_sum
+            outcomes, usable & rows, components.all_sum
         )
         means = torch.where(rows, of_outcomes[name].mean, means)
         deviations = torch.where(rows, of_scores[name].sample_deviation + 1e-8, deviations)
@@ -450,14 +467,14 @@ def normalized_scores(
     return (scores - means) / deviations, token_scores / deviations[:, None], after
 
 
-def rows_of_environments(roles: Roles, samples: Samples) -> list[Tensor]:
+def rows_of_environments(components: Components, samples: Samples) -> list[Tensor]:
     """Masks `[batch]` of the completions of each environment; one of all if there are not
     several."""
     usable = samples.scored.usable
-    if not roles.player.names:
+    if not components.player.names:
         return [torch.ones_like(usable)]
     environments = [episode.columns.get("environment") for episode in samples.batch.episodes]
-    masks = [torch.tensor([x == name for x in environments]) for name in roles.player.names]
+    masks = [torch.tensor([x == name for x in environments]) for name in components.player.names]
     return [mask.to(usable.device, non_blocking=True) for mask in masks]
 
 
@@ -494,22 +511,24 @@ def micro_batches(args: PPOConfig, sequences: Sequences) -> list[Tensor]:
 
 
 @torch.no_grad()
-def score_tokens(roles: Roles, sequences: Sequences, with_reference: bool = True) -> TokenScores:
+def score_tokens(
+    components: Components, sequences: Sequences, with_reference: bool = True
+) -> TokenScores:
     """Compute log-probs and outputs of the critic with the code, micro-batches and dtype of the
     updates.
 
     So the ratio of the first optimizer step is exactly 1, and with a fresh adapter the KL is
     exactly 0.
     """
-    args = roles.args
-    actor_critic = roles.actor_critic
+    args = components.args
+    actor_critic = components.actor_critic
     with_reference = with_reference and args.uses_reference
     exact_kl = with_reference and args.reward_kl == "exact"
     temperature = args.temperature
     index = micro_batches(args, sequences)
-    quiet = args.disable_tqdm or not roles.accelerator.is_main_process
+    quiet = args.disable_tqdm or not components.accelerator.is_main_process
     outputs: dict[str, Tensor] = {}
-    with roles.accelerator.autocast():
+    with components.accelerator.autocast():
         for rows in tqdm(index, desc="Scoring tokens", leave=False, delay=3, disable=quiet):
             part = sequences.rows(rows)
             on_device = rows.to(sequences.prompt_ids.device, non_blocking=True)
@@ -526,13 +545,14 @@ def score_tokens(roles: Roles, sequences: Sequences, with_reference: bool = True
 
 
 def read_by_critic(
-    roles: Roles, sequences: Sequences, read: Callable[[Tensor], Tensor]
+    components: Components, sequences: Sequences, read: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
     """What a function makes of the critic's inputs, in the micro-batches of [`score_tokens`]."""
-    read_critic = roles.actor_critic.read_critic
-    with roles.accelerator.autocast():
+    read_critic = components.actor_critic.read_critic
+    with components.accelerator.autocast():
         return [
-            read_critic(sequences.rows(rows), read) for rows in micro_batches(roles.args, sequences)
+            read_critic(sequences.rows(rows), read)
+            for rows in micro_batches(components.args, sequences)
         ]
 
 
@@ -546,14 +566,14 @@ def observed_by_critic(
 # ---- parts ----
 
 
-def check_by_critic(roles: Roles, samples: Samples) -> None:
+def check_by_critic(components: Components, samples: Samples) -> None:
     """Raise if the critic, if there is one, must not read the rewards of the first rollout."""
-    critic = roles.actor_critic.value_head
+    critic = components.actor_critic.value_head
     if critic is None:
         return
     scored = samples.scored
     mask = samples.sequences.completion_mask
-    critic.check(scored.tokens, scored.totals, scored.usable, mask, roles.all_sum)
+    critic.check(scored.tokens, scored.totals, scored.usable, mask, components.all_sum)
 
 
 def scoring_batch(
@@ -591,16 +611,20 @@ def scoring_batch(
     )
 
 
-def seeds_of_episodes(roles: Roles, rows: int, state: TrainerState, training: bool) -> list[int]:
+def seeds_of_episodes(
+    components: Components, rows: int, state: TrainerState, training: bool
+) -> list[int]:
     """Seeds of environments: the same for all episodes of a prompt and, in training, on any
     number of ranks."""
-    group = roles.args.num_generations
+    group = components.args.num_generations
     step = state.global_step
     if not training:  # of the evaluation's stream
         group = 1
         step = int(torch.randint(2**31, ()))
-    first = roles.accelerator.process_index * rows
-    return [hash((roles.args.seed, step, (first + row) // group)) % 2**31 for row in range(rows)]
+    first = components.accelerator.process_index * rows
+    return [
+        hash((components.args.seed, step, (first + row) // group)) % 2**31 for row in range(rows)
+    ]
 
 
 @contextmanager

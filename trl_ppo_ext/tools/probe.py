@@ -170,12 +170,12 @@ def held_out_rollouts(
         seeds = [
             hash((args.seed, (start + row) // num_generations)) % 2**31 for row in range(len(rows))
         ]
-        return trainer.roles.player.play(rows, seeds)
+        return trainer.components.player.play(rows, seeds)
 
     # monitored rewards and the comparison with a sampler are for the log of a run
-    player: Any = copy(trainer.roles.player)
+    player: Any = copy(trainer.components.player)
     player.play = play
-    roles = replace(trainer.roles, args=args, monitors=[], sampler=None, player=player)
+    components = replace(trainer.components, args=args, monitors=[], sampler=None, player=player)
     device = accelerator.device
     process = accelerator.process_index
     size = plan.completions_per_process
@@ -184,7 +184,7 @@ def held_out_rollouts(
     rows = [row for row in prompts for _ in range(num_generations)]
     trainer.actor_critic.eval()
     rollouts = []
-    credit = build_credit(roles, Metrics(device))
+    credit = build_credit(components, Metrics(device))
     run = trainer.run_state
     critic = trainer.actor_critic.value_head
     if critic is not None:  # a new one is not fitted to what nobody learns from
@@ -196,7 +196,7 @@ def held_out_rollouts(
             # rewards draw their noise by the step
             state = replace(trainer.state, global_step=trainer.state.global_step + number + 1)
             part = rows[start : start + size]
-            rollout, _, samples = collect(roles, credit, part, run, Metrics(device), state)
+            rollout, _, samples = collect(components, credit, part, run, Metrics(device), state)
             rollouts.append((rollout, samples))
     return rollouts
 

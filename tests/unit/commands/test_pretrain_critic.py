@@ -164,7 +164,7 @@ def test_ppo_run_starts_with_the_values_of_the_critic(pretrained, there, tmp_pat
         return rollouts[0][0], trainer.state.log_history[0]["value/explained_variance"]
 
     rollout, explained = first_rollout(critic_init=pretrained.kind)
-    values = score_tokens(pretrained.trainer.roles, rollout.sequences).values
+    values = score_tokens(pretrained.trainer.components, rollout.sequences).values
     assert torch.equal(rollout.old_values, values) and rollout.old_values.std() > 0.5
     assert explained > 0.9 > 0.1 > first_rollout()[1]
 
@@ -257,9 +257,9 @@ def test_held_out_returns_are_monte_carlo_for_any_lambda(tmp_path, lams):
 def test_held_out_rollouts_seed_environments_once_per_prompt(tmp_path, monkeypatch, size):
     run = trainer(tmp_path)
     seeds = []
-    play = run.roles.player.play
+    play = run.components.player.play
     monkeypatch.setattr(
-        run.roles.player, "play", lambda rows, given: seeds.extend(given) or play(rows, given)
+        run.components.player, "play", lambda rows, given: seeds.extend(given) or play(rows, given)
     )
     held_out_rollouts(run, 32, num_generations=size)
     groups = [set(seeds[start : start + size]) for start in range(0, 32, size)]
@@ -272,7 +272,7 @@ def test_held_out_rollouts_seed_environments_once_per_prompt(tmp_path, monkeypat
 def test_held_out_rollouts_are_sampled_as_those_of_training(tmp_path):
     run = trainer(tmp_path, eval_temperature=0.0)
     evaluates = []
-    generator = run.roles.player.generator
+    generator = run.components.player.generator
     generate = generator.generate
     generator.generate = lambda *args, **kwargs: (
         evaluates.append(generator.evaluates) or generate(*args, **kwargs)
@@ -312,7 +312,7 @@ def test_explained_variance_reads_past_rewards_in_current_units(tmp_path):
     )
     assert sequences.observed.any() and not rollout.sequences.observed.any()
     mask = rollout.response_mask
-    values = score_tokens(run.roles, sequences).values[mask].numpy()
+    values = score_tokens(run.components, sequences).values[mask].numpy()
     returns = samples.returns[mask].numpy()
     expected = 1 - np.var(returns - values) / np.var(returns)
     assert explained_variance(run, [(rollout, samples)]) == pytest.approx(expected, abs=1e-5)
@@ -321,7 +321,7 @@ def test_explained_variance_reads_past_rewards_in_current_units(tmp_path):
 def asked_for(run, completions):
     """Prompts that rewards are asked about while something is measured."""
     asked = []
-    run.roles.rewards[0].function = lambda prompts, **kwargs: (
+    run.components.rewards[0].function = lambda prompts, **kwargs: (
         asked.extend(prompts) or [0.0] * len(prompts)
     )
     held_out_rollouts(run, completions)

@@ -160,7 +160,7 @@ def test_cache_is_allocated_once_and_samples_like_transformers(build, monkeypatc
 
     monkeypatch.setattr(Cache, "update", counted)
     trainer = build(max_completion_length=40, generation_kwargs={"min_new_tokens": 40})
-    generator = trainer.roles.player.generator
+    generator = trainer.components.player.generator
     sampled = []
     ratios = []
     for generator.reuses in (False, True):
@@ -233,7 +233,7 @@ def test_logprobs_of_sampled_tokens_follow_their_rows(build, in_turns):
         "stop_token_ids": [6, 7],
     }
     trainer = build(llama(max_position_embeddings=256), **settings)
-    generator = trainer.roles.player.generator
+    generator = trainer.components.player.generator
     ids = torch.randint(8, 32, (64, 7)).tolist()
     turns = generator.conversation() if in_turns else anew(generator)
     rows = list(range(64))
@@ -253,7 +253,7 @@ def test_logprobs_of_sampled_tokens_follow_their_rows(build, in_turns):
 
 
 def test_logprobs_at_another_temperature_are_not_kept(build):
-    generator = build(eval_temperature=0.0).roles.player.generator
+    generator = build(eval_temperature=0.0).components.player.generator
     generator.evaluates = True
     generator.generate(UNEVEN)
     assert generator.sampled_logprobs is None
@@ -265,7 +265,7 @@ def test_logprobs_at_another_temperature_are_not_kept(build):
 def test_rows_that_ended_wait_if_a_batch_must_be_one_call(build, settings):
     trainer = build(stop_token_ids=list(range(16, 32)), **settings)
     calls = []
-    generator = trainer.roles.player.generator
+    generator = trainer.components.player.generator
     sample = trainer.actor_critic.sample
 
     def counted(*args, **kwargs):
@@ -287,7 +287,7 @@ def test_what_a_config_leaves_open_does_not_come_from_the_model(tmp_path, task_t
     adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task_type)
     given = (model, length_reward, config(tmp_path), prompts())
     trainer = PPOTrainer(*given, processing_class=tokenizer(), peft_config=adapter)
-    assert any(set(ids) != {7} for ids in trainer.roles.player.generator.generate(UNEVEN))
+    assert any(set(ids) != {7} for ids in trainer.components.player.generator.generate(UNEVEN))
     assert model.generation_config.suppress_tokens is not None
 
 
@@ -340,7 +340,7 @@ def test_static_cache_agrees_on_a_gpu(build):
 
 def test_stop_token_ids_end_a_completion(build):
     trainer = build(stop_token_ids=list(range(16, 32)))
-    generator = trainer.roles.player.generator
+    generator = trainer.components.player.generator
     for ids in generator.generate(UNEVEN * 4):
         assert {1, *range(16, 32)}.isdisjoint(ids[:-1])
         assert generator.has_stopped(ids) == (ids[-1] in {1, *range(16, 32)})
@@ -356,7 +356,7 @@ def readable():
 def test_completions_end_at_the_token_completing_a_stop_string(build, pad_token):
     strings = ["w1", "w20 w", "w9"]  # also within w10 to w19; two tokens; w9
     trainer = build(processing_class=readable(), stop_strings=strings, pad_token=pad_token)
-    generator = trainer.roles.player.generator
+    generator = trainer.components.player.generator
     decode = trainer.processing_class.decode
     prompts = [[6, 7, 25], [5], [9, 25]] * 20  # the prompt's w1 and w20 do not count
     completions = generator.generate(prompts)

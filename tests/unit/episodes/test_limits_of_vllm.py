@@ -56,7 +56,7 @@ def test_adapter_that_has_not_moved_is_loaded_once(tmp_path, base, monkeypatch):
         monkeypatch.setitem(sys.modules, name, MagicMock())
     monkeypatch.setattr(vllm, "find_spec", lambda name: True)
     run = trainer(tmp_path / "run", base, use_vllm=True, vllm_enable_sleep_mode=True)
-    generator = run.roles.player.generator
+    generator = run.components.player.generator
     for _ in range(2):
         with generator.awake():
             pass

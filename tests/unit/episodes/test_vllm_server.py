@@ -418,7 +418,7 @@ def test_restart_in_the_middle_of_a_rollout_changes_nothing(server, tmp_path):
     undisturbed.train()
     built = run(server, tmp_path / "run")
     completed = count(1)
-    complete = built.roles.player.generator.engine._complete
+    complete = built.components.player.generator.engine._complete
 
     async def disturbed(*args):
         if next(completed) == 12:  # the fourth of the second rollout
@@ -426,7 +426,7 @@ def test_restart_in_the_middle_of_a_rollout_changes_nothing(server, tmp_path):
             server.adapters.clear()
         return await complete(*args)
 
-    built.roles.player.generator.engine._complete = disturbed
+    built.components.player.generator.engine._complete = disturbed
     built.train()
     assert next(completed) == 17
     expected = weights(undisturbed)
@@ -501,7 +501,7 @@ def test_next_rollout_is_requested_while_the_last_one_is_scored(server, tmp_path
     server.delay = 0.05
     built = run(server, tmp_path, **OVERLAP)
     begun = []
-    score = built.roles.rewards[0].score
+    score = built.components.rewards[0].score
 
     def waiting(batch):
         expected = min(8 * (built.state.global_step // 2 + 2), 32)
@@ -511,7 +511,7 @@ def test_next_rollout_is_requested_while_the_last_one_is_scored(server, tmp_path
         begun.append(len(completions(server)) >= expected)
         return score(batch)
 
-    built.roles.rewards[0].score = waiting
+    built.components.rewards[0].score = waiting
     built.train()
     # the last rollout begins no other
     assert begun == [True] * 4 and len(completions(server)) == 32
@@ -570,14 +570,14 @@ def test_error_in_a_rollout_that_was_sampled_ahead_loses_nothing(server, tmp_pat
     whole = run(server, tmp_path / "whole", **rare)
     whole.train()
     failing = run(server, tmp_path / "run", **rare)
-    score = failing.roles.rewards[0].score
+    score = failing.components.rewards[0].score
 
     def fails(batch):
         if failing.state.global_step == 4:
             raise RuntimeError("killed")
         return score(batch)
 
-    failing.roles.rewards[0].score = fails
+    failing.components.rewards[0].score = fails
     with pytest.raises(RewardError, match="killed"):
         failing.train()
     resumed = run(server, tmp_path / "run", **rare)
@@ -589,14 +589,14 @@ def test_error_in_a_rollout_that_was_sampled_ahead_loses_nothing(server, tmp_pat
 def test_checkpoint_without_a_server_omits_the_next_rollout(server, tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_server, "LIFE", 0.1)
     built = run(server, tmp_path, vllm_server_timeout=0.3, **OVERLAP)
-    begin = built.roles.player.generator.begin
+    begin = built.components.player.generator.begin
 
     def begun(prompts):
         if built.state.global_step == 2:
             server.failures = {"/v1/completions": [503] * 1000}
         begin(prompts)
 
-    built.roles.player.generator.begin = begun
+    built.components.player.generator.begin = begun
     with pytest.raises(VLLMError, match="No answer"):
         built.train()
     assert (tmp_path / "checkpoint-4").exists()

@@ -261,10 +261,10 @@ def test_weights_multiply_the_advantages_of_a_rollout(tmp_path, monkeypatch):
         )
         built = trainer(tmp_path, max_steps=1, seed=3)
         played = []
-        player = built.roles.player
+        player = built.components.player
         score_tokens = rollouts_module.score_tokens
-        built.roles = replace(
-            built.roles, sampler=SamplerComparison(args, torch.float32, lambda x: x)
+        built.components = replace(
+            built.components, sampler=SamplerComparison(args, torch.float32, lambda x: x)
         )
         play = player.play
         player.play = lambda *given: played.append(play(*given)) or played[-1]

@@ -164,7 +164,7 @@ def test_token_classifier_is_trained_on_by_name(given, tmp_path, caplog, monkeyp
     rollouts = rollouts_of(trainer)
     trainer.train()
     for _, samples in rollouts:
-        expected = trainer.roles.rewards[0].score(samples.batch)
+        expected = trainer.components.rewards[0].score(samples.batch)
         for row, pairs in enumerate(expected):
             assert samples.scored.places[row].nonzero()[:, 0].tolist() == [
                 place for place, _ in pairs
