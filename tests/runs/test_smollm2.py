@@ -80,7 +80,8 @@ def test_all_stages_run_in_turn(base, monkeypatch, capsys):
     monkeypatch.setattr(demo, "PPOTrainer", build)
     demo.main()
     assert any(
-        isinstance(module, Linear4bit) for module in trainers[0].components.rewards[0].model.modules()
+        isinstance(module, Linear4bit)
+        for module in trainers[0].components.rewards[0].model.modules()
     )
     printed = capsys.readouterr().out
     assert printed.count("\n  before ") == printed.count("\n  after ") == 10

@@ -226,44 +226,116 @@ def sample(
 ) -> Samples:
     """Sample and score a completion per row; the first `num_valid` of an evaluation (`None`:
     training) are logged."""
-    args = components.args
-    accelerator = components.accelerator
+    critic = components.actor_critic.value_head
+    device = components.accelerator.device
     training = num_valid is None
-    device = accelerator.device
-    rank = accelerator.process_index
-    all_sum = components.all_sum
-    with accelerator.autocast():
+    is_ahead = training and components.player.generator.ahead is not None
+    prepare_forwards(components)
+
+    # 1. Play an episode for each row: a completion, or several turns.
+    episodes = play(components, rows, metrics, state, training)
+    sequences = to_sequences(episodes, components.tokenizer.pad_token_id, device)
+    endings = [episode.ending == "stopped" for episode in episodes]
+    stopped = torch.tensor(endings).to(device, non_blocking=True)
+
+    # 2. Score the completions.
+    batch, scored, monitored, extra = score(components, episodes, metrics, state, training)
+
+    # 3. Log-probs under policy and reference, entropies and values, with the forward of the
+    # updates.
+    mask = sequences.completion_mask
+    if critic is not None:
+        sequences = observed_by_critic(critic, sequences, scored.tokens, mask, run)
+    with timed("forward", metrics):
+        tokens = score_tokens(components, sequences)
+
+    # 4. Exclude what is not finite.
+    valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
+    step = state.global_step + 1 if training else None
+    tokens, scored, excluded = without_nonfinite(components, tokens, scored, valid, metrics, step)
+    metrics.total("unscored_completions", scored.unscored & valid)
+    names = [reward.name for reward in components.rewards]
+    log_rewards(metrics, names, scored, valid, components.all_sum)
+    valid = valid & scored.usable
+
+    # 5. Compare with the sampler, and log.
+    weights = None
+    if training or components.args.eval_temperature is None:  # it was sampled as it is scored
+        compared = mask & valid[:, None]
+        weights = compare_with_sampler(
+            components, episodes, sequences, tokens, compared, metrics, training, is_ahead
+        )
+    log_completions(metrics, tokens, mask, stopped, valid)
+    lengths = mask.sum(1)
+    by_name = {"reward": scored.totals, "length": lengths, "turns": sequences.turns.amax(1)}
+    log_episodes(metrics, episodes, num_valid, valid, components.player.names, by_name)
+    monitor_names = [monitor.name for monitor in components.monitors]
+    log_hacking(
+        metrics,
+        batch.completions,
+        lengths,
+        scored,
+        monitors=dict(zip(monitor_names, monitored.unbind(1))),
+        valid=valid,
+        all_sum=components.all_sum,
+        gather=components.accelerator.gather,
+    )
+    values = None
+    if critic is not None and not training:  # `collect` has those of a rollout
+        values = critic.units(run.critic.returns).values(tokens.values) * mask
+    return Samples(
+        sequences, stopped, batch, scored, monitored, extra, tokens, values, excluded, weights
+    )
+
+
+def prepare_forwards(components: Components) -> None:
+    """Choose, before the first rollout, whether rows are packed, and tell if they are not."""
+    with components.accelerator.autocast():
         components.actor_critic.prepare_forwards()
-    if rank == 0 and components.actor_critic.why_not_packed is not None:
-        reason = components.actor_critic.why_not_packed
+    reason = components.actor_critic.why_not_packed
+    if components.accelerator.process_index == 0 and reason is not None:
         logger.warning_once(
             f"Rows are padded to the longest of a micro-batch, and not packed, because {reason}."
         )
 
-    # 1. Play an episode for each row: a completion, or several turns.
-    is_ahead = training and components.player.generator.ahead is not None
+
+def play(
+    components: Components,
+    rows: Sequence[dict],
+    metrics: Metrics,
+    state: TrainerState,
+    training: bool,
+) -> list[Episode]:
+    """Play an episode of the policy for each row."""
+    actor_critic = components.actor_critic
     seeds = seeds_of_episodes(components, len(rows), state, training)
-    with (
-        timed("generate", metrics),
-        components.actor_critic.adapter(components.actor_critic.policy_adapter),
-    ):
-        episodes = components.player.play(
-            rows, seeds, state.global_step if training else None, not training
-        )
-    sequences = to_sequences(episodes, components.tokenizer.pad_token_id, device)
-    stopped = torch.tensor([episode.ending == "stopped" for episode in episodes]).to(
-        device, non_blocking=True
-    )
+    step = state.global_step if training else None
+    with timed("generate", metrics), actor_critic.adapter(actor_critic.policy_adapter):
+        episodes = components.player.play(rows, seeds, step, not training)
     if 2 * sum(episode.is_overlong for episode in episodes) > len(episodes):
         logger.warning_once(
             "Most episodes end at answers longer than the rest of `max_completion_length`; raise "
             "it."
         )
+    return episodes
 
-    # 2. Score the completions.
+
+def score(
+    components: Components,
+    episodes: list[Episode],
+    metrics: Metrics,
+    state: TrainerState,
+    training: bool,
+) -> tuple[ScoringBatch, Scored, Tensor, dict[str, list]]:
+    """Score episodes: input and output of the rewards, scores of the monitors, `[batch,
+    monitors]`, and columns that the rewards added."""
+    args = components.args
+    device = components.accelerator.device
     extra: dict[str, list] = {}
     logged: dict[str, list[float]] = {}
-    seed = hash((args.seed, state.global_step, rank)) % 2**31
+    seed = hash((args.seed, state.global_step, components.accelerator.process_index)) % 2**31
+    # batches of an evaluation may be small
+    max_failures = args.max_reward_failures if training else 1.0
     with timed("score", metrics), guarded(seed, device):
         batch = scoring_batch(episodes, state, extra, logged)
         scored = score_all(
@@ -271,85 +343,73 @@ def sample(
             batch,
             components.reward_weights,
             args.reward_on_error,
-            args.max_reward_failures if training else 1.0,  # batches of an evaluation may be small
-            all_sum,
+            max_failures,
+            components.all_sum,
             device,
         )
+        monitored = scored.rewards[:, :0]
         if components.monitors:
             monitored = monitor(components.monitors, batch, device)
-        else:
-            monitored = scored.rewards[:, :0]
     # a reward may log a metric on some ranks only, and in any order
     for name in sorted(set(gather_object(list(logged)))):
         metrics.mean(name, torch.tensor(logged.get(name, [])).to(device, non_blocking=True))
+    return batch, scored, monitored, extra
 
-    # 3. Log-probs under policy and reference, entropies and values, with the forward of the
-    # updates.
-    critic = components.actor_critic.value_head
-    if critic is not None:
-        mask = sequences.completion_mask
-        sequences = observed_by_critic(critic, sequences, scored.tokens, mask, run)
-    with timed("forward", metrics):
-        tokens = score_tokens(components, sequences)
 
-    # 4. Exclude what is not finite, compare with the sampler, and log.
-    valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
+def without_nonfinite(
+    components: Components,
+    tokens: TokenScores,
+    scored: Scored,
+    valid: Tensor,
+    metrics: Metrics,
+    step: int | None,
+) -> tuple[TokenScores, Scored, Tensor | None]:
+    """Scores without completions that have a log-prob or value that is not finite, and which
+    these are, `[batch]`; `None` if no rank has any."""
+    all_sum = components.all_sum
     nonfinite = ~tokens.is_finite & valid
-    excluded = None
     metrics.total("nonfinite_completions", nonfinite)
-    if all_sum(nonfinite.sum()):  # on any rank
-        excluded = nonfinite
-        report_nonfinite(tokens, valid, all_sum, rank, state.global_step + 1 if training else None)
-        tokens = tokens.map(lambda x: x.masked_fill(excluded[:, None], 0))
-        usable = scored.usable & ~excluded
-        token_scores = scored.tokens.masked_fill(excluded[:, None], 0)
-        scored = scored._replace(usable=usable, tokens=token_scores)
-    metrics.total("unscored_completions", scored.unscored & valid)
-    log_rewards(metrics, [reward.name for reward in components.rewards], scored, valid, all_sum)
-    valid = valid & scored.usable
-    completion_mask = sequences.completion_mask
-    weights = None
+    if not all_sum(nonfinite.sum()):  # on any rank
+        return tokens, scored, None
+    report_nonfinite(tokens, valid, all_sum, components.accelerator.process_index, step)
+    rows = nonfinite[:, None]
+    tokens = tokens.map(lambda x: x.masked_fill(rows, 0))
+    scored = scored._replace(
+        usable=scored.usable & ~nonfinite, tokens=scored.tokens.masked_fill(rows, 0)
+    )
+    return tokens, scored, nonfinite
+
+
+def compare_with_sampler(
+    components: Components,
+    episodes: list[Episode],
+    sequences: Sequences,
+    tokens: TokenScores,
+    compared: Tensor,
+    metrics: Metrics,
+    training: bool,
+    is_ahead: bool,
+) -> Tensor | None:
+    """Compare log-probs with those of the sampler, if it has them; return weights of the
+    advantages, `[batch, response]`, if it corrects them."""
+    sampler = components.sampler
     has_logprobs = all(len(episode.logprobs) == len(episode.completion_ids) for episode in episodes)
-    if (has_logprobs or components.sampler is not None) and (
-        training or args.eval_temperature is None
-    ):
-        sampled = [torch.tensor(episode.logprobs) for episode in episodes]
-        logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(device)
-        compared = completion_mask & valid[:, None]
-        if components.sampler is None:  # the policy itself
-            differences = log_differences(tokens, logprobs, compared, metrics)
-            tolerance = rounding(args, components.actor_critic.dtype)
-            warn_of_differences(differences, compared, tolerance, all_sum)
-        else:
-            weights = components.sampler.weights(tokens, logprobs, compared, metrics, is_ahead)
-        if components.sampler is not None and training:
-            with accelerator.autocast():
-                components.sampler.compare_with_last_adapter(
-                    components.actor_critic, sequences, tokens, logprobs, compared, is_ahead
-                )
-    log_completions(metrics, tokens, completion_mask, stopped, valid)
-    lengths = completion_mask.sum(1)
-    by_name = {"reward": scored.totals, "length": lengths, "turns": sequences.turns.amax(1)}
-    log_episodes(metrics, episodes, num_valid, valid, components.player.names, by_name)
-    monitors = {
-        reward.name: scores for reward, scores in zip(components.monitors, monitored.unbind(1))
-    }
-    log_hacking(
-        metrics,
-        batch.completions,
-        lengths,
-        scored,
-        monitors,
-        valid,
-        all_sum=all_sum,
-        gather=accelerator.gather,
-    )
-    values = None
-    if critic is not None and not training:  # `collect` has those of a rollout
-        values = critic.units(run.critic.returns).values(tokens.values) * completion_mask
-    return Samples(
-        sequences, stopped, batch, scored, monitored, extra, tokens, values, excluded, weights
-    )
+    if not has_logprobs and sampler is None:
+        return None
+    sampled = [torch.tensor(episode.logprobs) for episode in episodes]
+    logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(compared.device)
+    if sampler is None:  # the policy itself
+        differences = log_differences(tokens, logprobs, compared, metrics)
+        tolerance = rounding(components.args, components.actor_critic.dtype)
+        warn_of_differences(differences, compared, tolerance, components.all_sum)
+        return None
+    weights = sampler.weights(tokens, logprobs, compared, metrics, is_ahead)
+    if training:
+        with components.accelerator.autocast():
+            sampler.compare_with_last_adapter(
+                components.actor_critic, sequences, tokens, logprobs, compared, is_ahead
+            )
+    return weights
 
 
 def collect(
