@@ -140,8 +140,9 @@ def settle_trainer_arguments(
             )
     if critic_factory is not None and (args.critic != "side" or args.critic_init is not None):
         raise ValueError(
-            "`critic_factory` builds the critic instead of `critic` and `critic_init`, got "
-            f"`critic={args.critic!r}` and `critic_init={args.critic_init!r}`; remove them."
+            "`critic_factory` builds the critic, so `critic` and `critic_init` must have their "
+            f"defaults, got {args.critic!r} and {args.critic_init!r}; remove them, and settings "
+            "that need no critic."
         )
     if curriculum is not None and (
         isinstance(train_dataset, IterableDataset) or args.vllm_options.overlap_rollouts

@@ -322,6 +322,7 @@ class PPOTrainer(Trainer):
         self.run_state = RunState(args.kl_coef)
         if actor_critic.value_head is not None:
             self.run_state = self.run_state._replace(critic=actor_critic.value_head.saved_state)
+            self._install_critic()
         self.reward_func_names = [reward.name for reward in rewards]
         pairs = zip(rewards, reward_list)
         self.reward_funcs = [
@@ -571,8 +572,7 @@ class PPOTrainer(Trainer):
     # ---- progress: what an optimizer step leaves to the next ----
 
     def progress(self) -> Progress:
-        """All that the optimizer steps so far leave to the next one, besides weights and
-        optimizer."""
+        """What the optimizer steps so far leave to the next one."""
         step = self.state.global_step
         return Progress(
             run=self.run_state,
@@ -587,7 +587,8 @@ class PPOTrainer(Trainer):
         )
 
     def restore(self, progress: Progress) -> None:
-        """Continue from a step: of a checkpoint, or the last complete one after an error."""
+        """Continue from the progress of a checkpoint, of the last complete step after an error, or
+        from none."""
         self.run_state = progress.run
         self._install_critic()
         self.updates.reset()
@@ -812,6 +813,7 @@ class PPOTrainer(Trainer):
                 )
                 distributed.on_every_rank(answers, runs=is_writer)
             self._begun = True
+            began_with = self.run_state
             self.restore(Progress(self.run_state))  # an earlier training may have ended anywhere
             self._next_rows = []
             # the Trainer would apply the kernels to the actor-critic, in vain
@@ -824,6 +826,9 @@ class PPOTrainer(Trainer):
                     if isinstance(error, RewardError):
                         record.void_errors(output_dir, self.accelerator.process_index)
                     self._save_after_error(error)
+                    if self.state.global_step == 0:  # a rollout that nothing was learned from
+                        self.run_state = began_with
+                        self._install_critic()
                     raise
                 finally:
                     self.args.use_liger_kernel = uses_liger
@@ -872,11 +877,12 @@ class PPOTrainer(Trainer):
         if self.actor_critic.value_head is not None:
             critic = self.actor_critic.value_head.saved_state
             self.run_state = self.run_state._replace(critic=critic)
+            self._install_critic()
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         """Log, evaluate and save; then keep what the next optimizer step changes before it is
         complete."""
-        self._last_complete = self.progress  # nothing is unfinished
+        self._last_complete = self.progress  # called if an error comes: nothing is unfinished
         step = self.state.global_step
         state = self.state
         ends = float(state.epoch).is_integer() or step >= state.max_steps
@@ -1083,7 +1089,7 @@ class _StepCallback(TrainerCallback):
             state.best_model_checkpoint = best
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
-        """Give up the return to the step before: the weights are about to change."""
+        """Forget the last complete step: the weights are about to leave it."""
         self.trainer._last_complete = None
 
     def on_step_end(self, args, state, control, **kwargs) -> None:

@@ -62,7 +62,7 @@ def measure(
     """Computed over real tokens, and mean seconds of each phase after a first rollout."""
     shape = shape_of("smollm2")
     tokens = Counter[str]()
-    computes = [False]
+    computes = list[bool]()  # for each rollout: a new critic reads the first one once more
     settings = {
         "max_steps": ROLLOUTS * num_mini_batches,
         "num_mini_batches": num_mini_batches,
@@ -81,9 +81,11 @@ def measure(
     args = PPOConfig(tempfile.mkdtemp(), **settings | fields)
 
     def played(prompts: list[str], trainer: PPOTrainer) -> dict[str, list]:
-        output, computes[0] = episodes(prompts, trainer), True
+        output = episodes(prompts, trainer)
+        computes.append(bool(computes))
         # scored and learned
-        tokens["real"] += 2 * sum(map(len, output["prompt_ids"] + output["completion_ids"]))
+        read = sum(map(len, output["prompt_ids"] + output["completion_ids"]))
+        tokens["real"] += 2 * read * computes[-1]
         return output
 
     trainer = PPOTrainer(
@@ -98,7 +100,8 @@ def measure(
     )
 
     def count(module: torch.nn.Module, inputs: tuple, kwargs: dict) -> None:
-        tokens["computed"] += computes[0] * (inputs[0] if inputs else kwargs["input_ids"]).numel()
+        is_counted = bool(computes) and computes[-1]
+        tokens["computed"] += is_counted * (inputs[0] if inputs else kwargs["input_ids"]).numel()
 
     trainer.actor_critic.trunk.register_forward_pre_hook(count, with_kwargs=True)
     # a micro-batch is neither scored nor learned there

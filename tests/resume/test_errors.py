@@ -186,6 +186,21 @@ def test_error_keeps_other_checkpoints(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-5", "checkpoint-4"]
 
 
+def test_training_again_after_a_failed_first_step_is_a_new_run(whole, tmp_path):
+    """The rollout that nothing was learned from leaves no statistics."""
+    built = trainer(tmp_path, reward_funcs=Reward(), **EVALUATED)
+    compute_loss = built.compute_loss
+    fails_after("compute_loss", 1)(built)
+    with pytest.raises(FaultError):
+        built.train()
+    assert not checkpoints(tmp_path)
+    built.compute_loss = compute_loss
+    built.train()
+    assert built.run_state.to_json() == whole.run_state.to_json()
+    for name, weight in weights(whole).items():
+        assert torch.equal(weight, weights(built)[name]), name
+
+
 def test_failing_disk_does_not_hide_the_error(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -18,6 +18,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import SPECIAL, WORDS, config, llama, tokenizer
+from torch import nn
 from transformers import TrainerCallback
 
 from trl_ppo_ext import PPOTrainer
@@ -209,7 +210,13 @@ def plain_models(built, weights):
     until the next."""
     module, reference = float64_copy(built)
     module.load_state_dict({name: x.double() for name, x in weights.items()}, strict=False)
-    return plain_ppo.Models(module.policy, reference, module.value_head)
+    head = module.value_head
+    if head is not None:
+        plain = nn.Linear(head.in_features, 1)
+        plain.weight = head.weight
+        plain.bias = head.bias
+        head = plain
+    return plain_ppo.Models(module.policy, reference, head)
 
 
 def plain_samples(built, rollout, s):

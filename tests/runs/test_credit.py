@@ -203,7 +203,8 @@ def test_new_critic_of_both_levels_fits_returns_over_turns(tmp_path):
     )
 
 
-def test_new_critic_is_fitted_to_the_first_scored_rollout(tmp_path):
+@pytest.mark.parametrize("normalize_values", [True, False])
+def test_new_critic_is_fitted_to_the_first_scored_rollout(tmp_path, normalize_values):
     calls = []
 
     def late(completion_ids, **kwargs):
@@ -213,6 +214,7 @@ def test_new_critic_is_fitted_to_the_first_scored_rollout(tmp_path):
     settings = {
         "max_reward_failures": 1.0,
         "critic": "side",
+        "normalize_values": normalize_values,
         "num_ppo_epochs": 1,
         "num_mini_batches": 1,
     }

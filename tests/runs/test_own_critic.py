@@ -21,7 +21,7 @@ class Clock(Critic):
     def __init__(self, length=LENGTH):
         super().__init__()
         self.values = nn.Parameter(torch.zeros(length))
-        self.share = nn.Parameter(torch.zeros(()))
+        self.share = nn.Parameter(torch.zeros(1))
 
     def observe(self, token_scores, mask, state):
         return token_scores.cumsum(1) - token_scores
@@ -77,12 +77,58 @@ def test_run_with_another_critic_does_not_resume(tmp_path):
         other.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
 
 
-@pytest.mark.parametrize("settings", [{"critic": "head"}, {"critic_init": "somewhere"}])
+@pytest.mark.parametrize(
+    "settings", [{"critic": "head"}, {"critic": "none"}, {"critic_init": "somewhere"}]
+)
 def test_config_must_not_name_a_critic_beside_it(tmp_path, settings):
-    with pytest.raises(ValueError, match="`critic_factory` builds the critic instead of"):
+    with pytest.raises(ValueError, match="`critic_factory` builds the critic, so `critic` and"):
         run_of(tmp_path, **settings)
 
 
-def test_factory_must_return_a_critic(tmp_path):
-    with pytest.raises(TypeError, match="`critic_factory` must return a `Critic`, got Linear"):
-        run_of(tmp_path, critic_factory=lambda policy: nn.Linear(1, 1))
+class Scalar(Clock):
+    """A parameter without a dimension, which FSDP cannot shard."""
+
+    def __init__(self):
+        super().__init__()
+        self.share = nn.Parameter(torch.zeros(()))
+
+
+class Nameless(Clock):
+    """Saved under no name."""
+
+    kind = None
+
+
+class Plain(Clock):
+    """In the unit of the rewards."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_normalized = False
+
+
+class Wide(Clock):
+    """Two axes, as of a linear layer."""
+
+    def forward(self, inputs):
+        return super().forward(inputs)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (lambda: nn.Linear(1, 1), TypeError, "must return a `Critic`, got Linear"),
+        (Scalar, ValueError, r"got `share` of shape \(\)"),
+        (Nameless, ValueError, "`kind` of Nameless must be a text .* got None"),
+        (Plain, ValueError, "Plain has `is_normalized=False`; make them equal"),
+    ],
+)
+def test_unfit_critic_is_refused_when_it_is_built(tmp_path, kind, error, message):
+    with pytest.raises(error, match=message):
+        run_of(tmp_path, critic_factory=lambda policy: kind())
+
+
+def test_outputs_of_another_shape_raise(tmp_path):
+    run = run_of(tmp_path, critic_factory=lambda policy: Wide())
+    with pytest.raises(ValueError, match="`forward` of Wide must return a value per token"):
+        run.train()

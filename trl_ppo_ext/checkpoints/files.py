@@ -38,7 +38,7 @@ from ..modeling.adapters import (
     save_adapter,
     write_weights,
 )
-from ..modeling.critics import CriticState
+from ..modeling.critics import KINDS, CriticState
 from ..rewards.model import AdapterReward
 from ..rewards.scoring import function_name
 
@@ -93,14 +93,15 @@ def save_critic(
     head = actor_critic.value_head
     if head is not None:
         os.makedirs(output_dir, exist_ok=True)
-        parameters = {name: weights[f"value_head.{name}"] for name, _ in head.named_parameters()}
+        tensors = {
+            name: weights.get(f"value_head.{name}", x) for name, x in head.state_dict().items()
+        }
         units = {
             name: tensor(moments, dtype=float64)
             for name, moments in state.to_json().items()
             if head.is_normalized or name == "rewards"
         }
-        tensors = dict(head.named_buffers()) | parameters | units
-        write_weights(tensors, os.path.join(output_dir, VALUE_HEAD), {KIND: head.kind})
+        write_weights(tensors | units, os.path.join(output_dir, VALUE_HEAD), {KIND: head.kind})
     if actor_critic.critic_adapter is not None:
         folder = os.path.join(output_dir, CRITIC_FOLDER)
         save_adapter(
@@ -128,12 +129,19 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
     kind = "none" if head is None else head.kind
     saved_kind = "none"
     missing = f" (it has no {VALUE_HEAD})"
-    if os.path.isfile(head_file := os.path.join(directory, VALUE_HEAD)):
-        saved_kind = kind_of_critic(head_file)
+    head_file = os.path.join(directory, VALUE_HEAD)
+    if os.path.isfile(head_file):
         missing = ""
+        try:
+            saved_kind = kind_of_critic(head_file)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
     if saved_kind != kind:
-        is_known = saved_kind in ("none", "head", "side", "adapter")
-        remedy = f"set `critic={saved_kind!r}`" if is_known else "pass its `critic_factory`"
+        remedy = f"set `critic={saved_kind!r}`"
+        if saved_kind not in (*KINDS, "none"):
+            remedy = "pass its `critic_factory`"
+        elif kind not in (*KINDS, "none"):
+            remedy += " without a `critic_factory`"
         raise CheckpointError(
             f"`critic` must be {saved_kind!r} to resume from `{directory}`{missing}, got {kind!r}; "
             f"{remedy}."
@@ -151,9 +159,11 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
         try:
             load(load_file(os.path.join(directory, file)))
         except ValueError as error:
+            belongs = "another base model or another `peft_config`"
+            if file == VALUE_HEAD:
+                belongs = "a critic of another shape"
             raise CheckpointError(
-                f"{file} does not fit the model: {error} It belongs to another base model or "
-                "another `peft_config`."
+                f"{file} does not fit the model: {error} It belongs to {belongs}."
             ) from None
 
 

@@ -40,7 +40,7 @@ from .files import (
 
 logger = logging.get_logger(__name__)
 
-RUN_STATE = "run_state_{rank}.safetensors"  # a rank's rollout in progress and metrics
+RUN_STATE = "run_state_{rank}.safetensors"  # tensors of a rank's `Progress`
 EARLIER = "earlier-"  # prefix of directories with checkpoints of earlier runs
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PREEMPTED = 75  # exit code of a run that saved after a signal: EX_TEMPFAIL, "try again later"
@@ -218,11 +218,18 @@ def _read(directory: str, args: PPOConfig, inputs: dict[str, Any]) -> Checkpoint
         current=run_settings(args) | inputs,
         may_change=args.resume_with_changed_settings,
     )
-    run = RunState.from_json(state["run"])
-    if args.kl_target is None:  # a constant coefficient is the config's
-        run = run._replace(kl_coef=args.kl_coef)
     tensors = load_file(os.path.join(directory, RUN_STATE.format(rank=args.process_index)))
-    return Checkpoint(directory, Progress.from_tensors(tensors, run, args.device), change)
+    try:
+        run = RunState.from_json(state["run"])
+        progress = Progress.from_tensors(tensors, run, args.device)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"`{directory}` lacks {error}: another version of this package has written it; resume "
+            "with that version."
+        ) from error
+    if args.kl_target is None:  # a constant coefficient is the config's
+        progress = progress._replace(run=progress.run._replace(kl_coef=args.kl_coef))
+    return Checkpoint(directory, progress, change)
 
 
 def _check_files(directory: str, args: PPOConfig) -> None:

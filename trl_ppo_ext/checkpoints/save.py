@@ -24,14 +24,15 @@ from .resume import READ_ERRORS, RUN_STATE, WRITE_ERRORS
 
 logger = logging.get_logger(__name__)
 
-# `torch.save` and `tokenizers` report a full disk with errors of no particular type
+# `torch.save` and `tokenizers` report a full disk with errors of no particular type; the last is
+# how messages of libraries in Rust end
 FULL_DISK = ("inline_container", "iostream error", "(os error ")
 # errors that all ranks raise together
 ON_EVERY_RANK = (RewardError, NonFiniteError, SamplerError, OtherRankError)
 
 
 def are_finite(weights: Mapping[str, Tensor], final: Path) -> bool:
-    """Check weights before they are saved; warn of NaN or inf, from which no run continues."""
+    """Whether weights may be saved; warns of NaN or inf, from which no run continues."""
     nonfinite = next((name for name, x in weights.items() if not x.isfinite().all()), None)
     if nonfinite is not None:
         logger.warning(
@@ -49,11 +50,12 @@ def write_aside(
     write_together: Callable[[Path], None] | None,
     is_writer: bool,
 ) -> None:
-    """Write a checkpoint into a directory aside, on all ranks, and rename it when all are done.
+    """Write a checkpoint into a temporary directory, and rename it when all ranks are done.
 
     Args:
         final (`Path`): Its name.
-        write (`Callable`): Writes the files of this rank; it must not wait for other ranks.
+        write (`Callable`):
+            Writes the files of this rank. It must not wait for others, of which one may fail.
         write_together (`Callable` or `None`): Writes files with the other ranks.
         is_writer (`bool`): Whether this rank makes the directory, and renames it.
 
@@ -98,7 +100,8 @@ def write_trainer_files(
     state: TrainerState,
     callbacks: list[TrainerCallback],
 ) -> None:
-    """Write the state of the Trainer itself, in its own files; the optimizer's may be elsewhere."""
+    """Write the state of the Trainer itself, in its own files; without an optimizer with
+    DeepSpeed, which writes its own."""
     if optimizer is not None:
         torch.save(optimizer, directory / OPTIMIZER_NAME)
     if not isinstance(scheduler, DeepSpeedSchedulerWrapper):
@@ -114,18 +117,16 @@ def write_progress(directory: Path, rank: int, tensors: dict[str, Tensor]) -> No
 
 
 def may_save_after(error: BaseException, num_processes: int) -> bool:
-    """Check if a checkpoint can be saved after an error.
-
-    Ranks save together, and a rank that failed alone would wait.
-    """
-    if isinstance(error, CheckpointError):  # the disk is full
+    """Whether a checkpoint can be saved after an error: of several ranks only after one that all
+    have raised, since saving waits for all."""
+    if isinstance(error, CheckpointError):  # it would fail again
         return False
     on_all = isinstance(error, ON_EVERY_RANK) or hasattr(error, "is_on_every_rank")
     return num_processes == 1 or on_all
 
 
 def is_intact(best: str, is_writer: bool) -> bool:
-    """Check the best checkpoint on all ranks before it is loaded; warn if it is damaged."""
+    """Whether the best checkpoint can be loaded, on all ranks; warns if it is damaged."""
     try:
         on_every_rank(partial(verify, best), *READ_ERRORS, runs=is_writer)
     except READ_ERRORS as error:

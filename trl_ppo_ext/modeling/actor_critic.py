@@ -353,7 +353,13 @@ class ActorCritic(nn.Module):
         if critic is not None:
             inputs = self._critic_inputs(critic, sequences, states or [hidden])
             with torch.autocast(hidden.device.type, enabled=False):
-                scores = scores._replace(values=critic(inputs))
+                values = critic(inputs)
+            if values.shape != inputs.shape[:1]:
+                raise ValueError(
+                    f"`forward` of {type(critic).__name__} must return a value per token, "
+                    f"{tuple(inputs.shape[:1])}, got {tuple(values.shape)}."
+                )
+            scores = scores._replace(values=values)
         return scores.map(sequences.spread)
 
     @torch.no_grad()

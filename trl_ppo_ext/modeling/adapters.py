@@ -245,9 +245,13 @@ def read_critic(
         head = read_weights(head_file)
         kind = kind_of_critic(head_file)
         if kind != critic:
+            is_own = kind not in ("head", "side", "adapter")
+            remedy = (
+                "`critic_init` takes no critic of one's own" if is_own else f"set `critic={kind!r}`"
+            )
             raise ValueError(
                 f"`critic_init={path!r}` holds a critic of the kind {kind!r}, and `critic` is "
-                f"{critic!r}; set `critic={kind!r}`, or pretrain another."
+                f"{critic!r}; {remedy}, or pretrain another."
             )
         if gamma is not None:
             check_gamma(path, gamma)

@@ -1,5 +1,5 @@
-"""Critics: what one reads and predicts, in whose units; a linear head on one state, and a small
-network on several."""
+"""Critics: the interface, a linear head on the last state, and a small network on several
+states."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ class CriticState(NamedTuple):
 
     returns: Moments = Moments()  # Monte Carlo returns of recent rollouts
     rewards: Moments = Moments()  # rewards per token of recent rollouts
-    first_fit: Tensor | None = None  # weights of its inputs; None before, and without
+    # weights of its inputs; None before the fit, and for a critic without one
+    first_fit: Tensor | None = None
 
     def to_json(self) -> dict[str, list[float]]:
         """Plain numbers of a checkpoint, which has tensors elsewhere."""
@@ -78,43 +79,46 @@ class Critic(nn.Module):
     """Predicts at each sampled token what the rest of the completion earns, from states that the
     policy's forward computes anyway.
 
-    To add one, define `inputs` and `forward`, and pass a function that builds it as
-    `critic_factory`. Keep its weights in float32.
+    One of your own must define `inputs` and `forward`, and may define `observe`; a function that
+    builds it is passed as `critic_factory`. Its parameters are float32 and have a dimension, and
+    only `forward` may use them: sharding gathers them there.
 
     Args:
         is_normalized (`bool`, *optional*, defaults to `True`):
             Whether it predicts in units of the returns, instead of those of the rewards.
     """
 
-    kind: str = "own"  # in its file
-    layers: Sequence[int] = ()  # of the trunk, after which it reads states; the last one by default
-    learning_rate: float | None = None  # that of the policy
-    begins_with_fit: bool = False  # a new one, to the returns of its first rollout
+    kind: str = "own"  # under which it is saved; a critic of another kind is not loaded
+    layers: Sequence[int] = ()  # of the trunk, after which it reads states; none: the last state
+    learning_rate: float | None = None  # None: that of the policy
 
     def __init__(self, is_normalized: bool = True):
         super().__init__()
         self.is_normalized = is_normalized
-        self.saved_state = CriticState()  # in its file, with which a run begins
+        self.saved_state = CriticState()  # read from its file; a run begins with it
 
-    # ---- what a critic defines ----
-
-    def observe(self, token_scores: Tensor, mask: Tensor, state: CriticState) -> Tensor | None:
-        """What it reads at each token besides states, `[batch, response]`.
-
-        `token_scores` are the rewards; it may read those before a token.
-        """
-        return None
+    # ---- what a critic must define ----
 
     def inputs(self, states: list[Tensor], positions: Tensor, observed: Tensor | None) -> Tensor:
         """`[tokens, features]` from states `[tokens, hidden]` after each of `layers`.
 
-        `positions` in the completion and what it observed are `[tokens]`.
+        `positions` in the completion and what it observed are `[tokens]`. Gradients flow into the
+        policy's adapter through states that are not detached.
         """
         raise NotImplementedError
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Outputs `[tokens]`, in units of the returns if it is normalized."""
+        """Outputs `[tokens]`, in units of the returns if it is normalized; without autocast."""
         raise NotImplementedError
+
+    # ---- what it may define ----
+
+    def observe(self, token_scores: Tensor, mask: Tensor, state: CriticState) -> Tensor | None:
+        """What it reads at each token besides states, `[batch, response]`.
+
+        `token_scores` are the rewards; at a token it may use only those of earlier tokens.
+        """
+        return None
 
     def check(
         self,
@@ -124,14 +128,22 @@ class Critic(nn.Module):
         mask: Tensor,
         all_sum: Reduction,
     ) -> None:
-        """Raise a `ValueError` for rewards of the first rollout that it must not read."""
+        """Raise a `ValueError` if it must not read the rewards of the first rollout.
+
+        `token_scores` and `mask` are `[batch, response]`, `totals` and `usable` `[batch]`. All
+        ranks call it.
+        """
+
+    def is_new(self, state: CriticState) -> bool:
+        """Whether it is to be fitted to the rollout at hand, before its first update."""
+        return False
 
     def settled(self, state: CriticState) -> CriticState:
-        """State in which it is not new, whatever it has seen."""
+        """The same state, marked as fitted: what is installed now stays, also if it is nothing."""
         return state
 
     def install(self, state: CriticState) -> None:
-        """Use a state from now on; only the trainer calls it, between rollouts and updates."""
+        """Use a state from now on: called between collecting a rollout and its updates."""
 
     # ---- what all have ----
 
@@ -141,13 +153,11 @@ class Critic(nn.Module):
             return Units.of(returns)
         return Units()
 
-    def is_new(self, state: CriticState) -> bool:
-        """Whether it is to be fitted to the next rollout."""
-        return self.begins_with_fit and state.first_fit is None
-
     def load_saved(self, saved: dict[str, Tensor]) -> None:
-        """Load a saved critic, and keep its moments aside; without those of returns it predicts
-        rewards."""
+        """Load a saved critic, and keep its moments aside.
+
+        A file without moments of returns is of a critic in units of the rewards.
+        """
         self.saved_state = CriticState.from_json(saved)
         self.is_normalized = "returns" in saved
         tensors = self.state_dict(keep_vars=True)
@@ -215,7 +225,6 @@ class SideCritic(ValueHead):
 
     kind = "side"
     learning_rate = 1e-3
-    begins_with_fit = True
 
     def __init__(
         self,
@@ -275,24 +284,28 @@ class SideCritic(ValueHead):
         else:
             self.first_fit.copy_(state.first_fit)
 
+    def is_new(self, state: CriticState) -> bool:
+        """Whether it has no first fit yet."""
+        return state.first_fit is None
+
     def settled(self, state: CriticState) -> CriticState:
-        """State with the fit that counts now, also if there was none."""
+        """State with the fit that counts now, zeros if there is none."""
         return state._replace(first_fit=self.first_fit.clone())
 
     def load_saved(self, saved: dict[str, Tensor]) -> None:
-        """Load a saved critic, which begins with its own fit."""
+        """Load a saved critic with its first fit, if it was ever fitted."""
         super().load_saved(saved)
-        self.saved_state = self.settled(self.saved_state)
+        if self.first_fit.any():
+            self.saved_state = self.settled(self.saved_state)
 
     # ---- the first fit ----
 
     def summary(self, inputs: Tensor) -> Tensor:
-        """What the first fit sees of the inputs, `[tokens, DIRECTIONS + COSINES]`."""
+        """Inputs projected on [`directions`], from which the fit is computed."""
         return nn.functional.linear(inputs, self.directions())
 
     def directions(self) -> Tensor:
-        """What the first fit sees of the inputs: random directions, the same for all, and the
-        cosines."""
+        """Random directions of the inputs, the same for all runs, and the cosines."""
         random = torch.randn(
             DIRECTIONS, self.first.in_features, generator=torch.Generator().manual_seed(0)
         )
@@ -309,8 +322,8 @@ class SideCritic(ValueHead):
         """Fit the targets of tokens to the [`summary`] of their inputs, by micro-batch.
 
         By ridge regression over those that are `steps`, in which a weight costs as much as so many
-        completions: it takes little of few. One of full length with targets of 0 is added at the
-        positions, where none may be.
+        completions: it takes little of few. A completion of full length with targets of 0 is added
+        for the cosines, so that positions that no completion reached have a value.
         """
         device = targets.device
         read = torch.cat(summaries)
@@ -375,20 +388,40 @@ class SideCritic(ValueHead):
 
 
 CriticFactory = Callable[[Any], Critic]  # from the policy
+KINDS = ("head", "adapter", "side")  # of this package
 
 
-def new_critic(
-    kind: str, policy: Any, is_normalized: bool, length: int, factory: CriticFactory | None = None
-) -> Critic:
-    """Critic on the states of a policy, for completions of at most `length` tokens."""
-    if factory is not None:
-        critic = factory(policy)
-        if not isinstance(critic, Critic):
-            raise TypeError(
-                f"`critic_factory` must return a `Critic`, got {type(critic).__name__}; derive its "
-                "class from `trl_ppo_ext.modeling.Critic`."
+def built_by(factory: CriticFactory, policy: Any, is_normalized: bool) -> Critic:
+    """Critic that a factory builds; raise an error if it could not be trained, saved or resumed."""
+    critic = factory(policy)
+    if not isinstance(critic, Critic):
+        raise TypeError(
+            f"`critic_factory` must return a `Critic`, got {type(critic).__name__}; derive its "
+            "class from `trl_ppo_ext.Critic`."
+        )
+    kind = critic.kind
+    if not isinstance(kind, str) or kind in (*KINDS, "none"):
+        raise ValueError(
+            f"`kind` of {type(critic).__name__} must be a text other than those of this package, "
+            f"got {kind!r}; choose another name."
+        )
+    for name, x in critic.named_parameters():
+        if name in MOMENTS or x.dim() == 0:
+            raise ValueError(
+                f"Parameters of {type(critic).__name__} must have a dimension, and no name of "
+                f"{MOMENTS}, got `{name}` of shape {tuple(x.shape)}; change it."
             )
-        return critic.to(policy.device)
+    if critic.is_normalized != is_normalized:
+        raise ValueError(
+            f"`normalize_values` is {is_normalized}, and {type(critic).__name__} has "
+            f"`is_normalized={critic.is_normalized}`; make them equal."
+        )
+    return critic.to(policy.device)
+
+
+def new_critic(kind: str, policy: Any, is_normalized: bool, length: int) -> Critic:
+    """Critic of this package on the states of a policy, for completions of at most `length`
+    tokens."""
     output = policy.get_output_embeddings()
     config = policy.config.get_text_config()
     width = getattr(output, "in_features", config.hidden_size)  # smaller in OPT-350m
@@ -402,5 +435,5 @@ def new_critic(
             device=policy.device,
         )
     head = ValueHead(width, is_normalized, policy.device)
-    head.kind = kind  # on the policy's states, or on those of an adapter of its own
+    head.kind = kind  # "head", or "adapter" if it reads one of its own
     return head

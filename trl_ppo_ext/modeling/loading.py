@@ -40,7 +40,7 @@ from .adapters import (
     read_critic,
 )
 from .base_files import check_base_is_in_its_files
-from .critics import CriticFactory, new_critic
+from .critics import CriticFactory, built_by, new_critic
 
 logger = logging.get_logger(__name__)
 
@@ -389,15 +389,12 @@ def load_actor_critic(
     _prepare_modules(policy)
 
     # 3. the critic's head
+    is_normalized = bool(args.normalize_values)
     head = None
-    if critic != "none":
-        head = new_critic(
-            critic,
-            policy,
-            is_normalized=bool(args.normalize_values),
-            length=args.max_completion_length,
-            factory=critic_factory,
-        )
+    if critic_factory is not None:
+        head = built_by(critic_factory, policy, is_normalized)
+    elif critic != "none":
+        head = new_critic(critic, policy, is_normalized, args.max_completion_length)
     if head is not None and saved_head is not None:
         try:
             if critic_adapter is not None and files is not None:

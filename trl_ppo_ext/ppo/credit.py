@@ -325,13 +325,13 @@ def fit_new(
     """Fit a new critic to the Monte Carlo returns of its first rollout; return what that adds to
     its outputs, and its state.
 
-    If all returns are equal, they have no unit: those of the next rollout are fitted.
+    If no token counts, or all returns are equal and so have no unit, it stays new.
     """
     added = torch.zeros_like(rewards)
     outcomes = ppo_math.gae(rewards, added, steps, gamma, 1.0)[1]
     enters = steps if enters is None else enters
     seen = state.returns.add(outcomes, enters, all_sum, MEMORY)
-    if critic.is_normalized and not seen.varies:
+    if seen.weight == 0 or (critic.is_normalized and not seen.varies):
         return added, state
     targets = critic.units(seen).targets(outcomes)
     fit = critic.fit(summaries, targets[mask], enters[mask], enters.any(1).sum(), all_sum)

@@ -33,7 +33,7 @@ class RolloutInProgress(NamedTuple):
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], device: torch.device
     ) -> "RolloutInProgress":
-        """Restore the value that [`tensors`] returned."""
+        """Build the value from its [`tensors`]."""
         of_rollout = dict(tensors)
         rows = of_rollout.pop("rows")
         stopped_early = of_rollout.pop("stopped_early")
@@ -41,7 +41,10 @@ class RolloutInProgress(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """All that an optimizer step leaves to the next on one rank, besides weights and optimizer."""
+    """What an optimizer step leaves to the next, on one rank.
+
+    Weights, optimizer, schedule and `TrainerState` are kept by the Trainer.
+    """
 
     run: RunState
     rollout: RolloutInProgress | None = None  # None between two rollouts
@@ -51,19 +54,24 @@ class Progress(NamedTuple):
     skipped: int = 0  # optimizer steps in a row
     tokens_seen: int = 0
     ahead: Ahead | None = None  # the next rollout, if a server samples it already
-    random: RandomState | None = None  # None in a checkpoint: the Trainer has a file of its own
+    random: RandomState | None = None  # None from a checkpoint: the Trainer has a file for it
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by name on the CPU, for the checkpoint of this rank. All ranks must call it."""
         of_run = {"played": self.run.played}
         if self.run.critic.first_fit is not None:
             of_run["first_fit"] = self.run.critic.first_fit
-        numbers = [self.loss.item(), self.last_logged, self.skipped, self.tokens_seen]
+        numbers = {
+            "loss": self.loss.item(),
+            "last_logged": self.last_logged,
+            "skipped": self.skipped,
+            "tokens_seen": self.tokens_seen,
+        }
         parts = {
             "rollout": {} if self.rollout is None else self.rollout.tensors(),
             "ahead": {} if self.ahead is None else self.ahead.state_dict(),
             "metrics": self.metrics,
-            "trainer": {"numbers": torch.tensor(numbers, dtype=torch.float64)},
+            "numbers": {x: torch.tensor(n, dtype=torch.float64) for x, n in numbers.items()},
             "run": of_run,
         }
         return {
@@ -76,12 +84,13 @@ class Progress(NamedTuple):
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], run: RunState, device: torch.device
     ) -> "Progress":
-        """Restore the value that [`tensors`] returned; `run` is in a file for all ranks."""
+        """Build the value from its [`tensors`]; `run` has the numbers, which are in a file for all
+        ranks."""
         parts: dict[str, dict[str, Tensor]] = {}
         for key, x in tensors.items():
             part, _, name = key.partition(".")
             parts.setdefault(part, {})[name] = x
-        loss, last_logged, skipped, tokens_seen = parts["trainer"]["numbers"].tolist()
+        numbers = {name: x.item() for name, x in parts["numbers"].items()}
         critic = run.critic._replace(first_fit=parts["run"].get("first_fit"))
         rollout = None
         if "rollout" in parts:
@@ -90,9 +99,9 @@ class Progress(NamedTuple):
             run=run._replace(played=parts["run"]["played"], critic=critic),
             rollout=rollout,
             metrics=parts.get("metrics", {}),
-            loss=torch.tensor(loss, device=device),
-            last_logged=int(last_logged),
-            skipped=int(skipped),
-            tokens_seen=int(tokens_seen),
+            loss=torch.tensor(numbers["loss"], device=device),
+            last_logged=int(numbers["last_logged"]),
+            skipped=int(numbers["skipped"]),
+            tokens_seen=int(numbers["tokens_seen"]),
             ahead=Ahead.from_state_dict(parts["ahead"]) if "ahead" in parts else None,
         )

@@ -616,6 +616,7 @@ def read_by_critic(
         ]
 
 
+@torch.no_grad()
 def observed_by_critic(
     critic: Critic, sequences: Sequences, token_scores: Tensor, mask: Tensor, run: RunState
 ) -> Sequences:
