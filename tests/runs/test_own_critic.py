@@ -78,7 +78,8 @@ def test_run_with_another_critic_does_not_resume(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"critic": "head"}, {"critic": "none"}, {"critic_init": "somewhere"}]
+    "settings",
+    [{"critic": "head"}, {"critic": "none", "num_generations": 2}, {"critic_init": "somewhere"}],
 )
 def test_config_must_not_name_a_critic_beside_it(tmp_path, settings):
     with pytest.raises(ValueError, match="`critic_factory` builds the critic, so `critic` and"):

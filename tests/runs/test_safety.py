@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import config, length_reward, llama, prompts, qwen2, tokenizer
 from transformers import (
@@ -303,8 +304,10 @@ def test_a_pickled_base_is_not_run(base, tmp_path, mark):
 
 def renamed(file, change):
     weights = load_file(file)
+    with safe_open(file, "pt") as opened:
+        about = opened.metadata()
     change(weights)
-    save_file(weights, file)
+    save_file(weights, file, about)
 
 
 @pytest.mark.parametrize(
