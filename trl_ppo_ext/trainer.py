@@ -46,7 +46,7 @@ from .checkpoints.atomic import rotate
 from .concurrency import FAILURES
 from .config import PPOConfig
 from .data import PROMPT_IDS, RolloutSampler, Rows, StreamedRows, weighted_rows
-from .episodes import Environments, build_player, record
+from .episodes import Environments, Player, build_player, record
 from .modeling.critics import CriticFactory
 from .modeling.loading import add_critic_to_optimizer, load_actor_critic
 from .ppo.credit import build_credit
@@ -67,7 +67,7 @@ from .rewards import (
 )
 from .rewards.model import SequenceScorer
 from .rewards.process import ProcessScorer
-from .rewards.scoring import RandomState, fixed_seed, guarded
+from .rewards.scoring import RandomState, Reward, fixed_seed, guarded
 from .tracking.completions import (
     check_trackers,
     completions_table,
@@ -257,11 +257,11 @@ class PPOTrainer(Trainer):
         if args.use_liger_kernel:  # for layers only: log-probs are fused already
             without_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
             apply_liger_kernel(actor_critic.policy, (args.liger_kernel_config or {}) | without_loss)
+        of_rewards, of_monitors = reward_labels(args.reward_label, reward_list, monitor_list)
+        reward_list = reward_list or ([] if environments.give_rewards else [no_reward])
+        reward_list += environments.rewards
+        reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
         with distributed.loading_unsharded():
-            of_rewards, of_monitors = reward_labels(args.reward_label, reward_list, monitor_list)
-            reward_list = reward_list or ([] if environments.give_rewards else [no_reward])
-            reward_list += environments.rewards
-            reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
             rewards = build_rewards(
                 reward_list, reward_tokenizers, actor_critic, tokenizer, args, of_rewards
             )
@@ -296,43 +296,27 @@ class PPOTrainer(Trainer):
         # 5. Assemble what collects a rollout, and the updates from it.
         self.actor_critic = actor_critic
         self.curriculum = curriculum
-        self.plan = args.plan(self.accelerator.num_processes)
-        self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
-        all_sum = partial(self.accelerator.reduce, reduction="sum")
         player = build_player(
             actor_critic, tokenizer, args, self.accelerator, environments, context_length, self
         )
+        player.run = files.digest_of_run(args, self._inputs)
+        player.begin_next = self._begin_next if args.vllm_options.overlap_rollouts else None
         if args.process_index == 0 and not args.stop_strings:
             stops = player.generator.stop_token_ids
-            warn_of_turns_that_go_on(self.train_dataset, tokenizer, prompts.template_kwargs, stops)
-        player.run = files.digest_of_run(args, self._inputs)
-        if args.vllm_options.overlap_rollouts:
-            player.begin_next = self._begin_next
-        else:
-            player.begin_next = None
-        uses_vllm = args.generation_backend == "vllm"
-        if uses_vllm:
-            sampler = SamplerComparison(args, actor_critic.dtype, all_sum)
-        else:
-            sampler = None
-        self.components = Components(
-            actor_critic, player, rewards, monitors, tokenizer, args, self.accelerator, sampler
-        )
-        self.credit = build_credit(self.components, self._metrics["train"])
-        self.run_state = RunState(args.kl_coef)
-        if actor_critic.value_head is not None:
-            self.run_state = self.run_state._replace(critic=actor_critic.value_head.saved_state)
-            self._install_critic()
-        self.reward_func_names = [reward.name for reward in rewards]
-        pairs = zip(rewards, reward_list)
+            warn_of_turns_that_go_on(self.train_dataset, tokenizer, template_kwargs, stops)
+        self._assemble(player, rewards, monitors)
+        self._begin_state()
+
+        # 6. Show parts under TRL's names, and add the callbacks.
         self.reward_funcs = [
-            x.model if isinstance(x, ClassifierReward) else entry for x, entry in pairs
+            x.model if isinstance(x, ClassifierReward) else entry
+            for x, entry in zip(rewards, reward_list)
         ]
-        # as in TRL with an adapter
+        self.reward_func_names = [reward.name for reward in rewards]
+        self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
         self.tools = environments.tools
         self.tokenizer = tokenizer
-        self.ref_model = None
-        self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]
+        self.ref_model = None  # as with an adapter
         users = [
             x
             for x in callbacks or ()
@@ -341,29 +325,64 @@ class PPOTrainer(Trainer):
         # the user's callbacks and subclasses may add metrics
         if not users and type(self) is PPOTrainer:
             check_best_metric(args, eval_dataset, rewards, monitors)
-        self.updates = Updates(args, self.plan, self._metrics["train"], all_sum)
-        self.run_log = RunLog(
-            model_id, self.reward_func_names, [x.name for x in monitors], self.plan
+        self._add_callbacks(model_id)
+
+    def _assemble(self, player: Player, rewards: list[Reward], monitors: list[Reward]) -> None:
+        """Put together what collects a rollout, the chain of its credit, and the updates."""
+        args = self.args
+        all_sum = partial(self.accelerator.reduce, reduction="sum")
+        self.plan = args.plan(self.accelerator.num_processes)
+        self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
+        sampler = None
+        if args.generation_backend == "vllm":
+            sampler = SamplerComparison(args, self.actor_critic.dtype, all_sum)
+        self.components = Components(
+            actor_critic=self.actor_critic,
+            player=player,
+            rewards=rewards,
+            monitors=monitors,
+            tokenizer=cast(PreTrainedTokenizerBase, self.processing_class),
+            args=args,
+            accelerator=self.accelerator,
+            sampler=sampler,
         )
-        self.terminal = Terminal(self.plan, args.disable_tqdm)
+        self.credit = build_credit(self.components, self._metrics["train"])
+        self.updates = Updates(args, self.plan, self._metrics["train"], all_sum)
+        self.run_state = RunState(args.kl_coef)
+        if self.actor_critic.value_head is not None:
+            critic = self.actor_critic.value_head.saved_state
+            self.run_state = self.run_state._replace(critic=critic)
+            self._install_critic()
+
+    def _add_callbacks(self, model_id: str) -> None:
+        """Add the run's log, its lines in the terminal, and what is done after every step."""
+        monitors = [monitor.name for monitor in self.components.monitors]
+        self.run_log = RunLog(model_id, self.reward_func_names, monitors, self.plan)
+        self.terminal = Terminal(self.plan, self.args.disable_tqdm)
         # the Trainer's own printing, which it added last
         self.callback_handler.callbacks[-1] = self.terminal
         # before those that may fail at a step's end
         self.callback_handler.callbacks.insert(0, _StepCallback(self))
         self.add_callback(self.run_log)
+
+    def _begin_state(self) -> None:
+        """State of a trainer that has not trained yet."""
+        # 1. of an optimizer step
         self._next_rows: list[dict] = []  # of a rollout that was begun
         self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
         self._takes_step = True
-        self._begun = False
         self._last_step = 0
-        self._save_is_due = True
         self._skipped = 0  # optimizer steps in a row
+        self._is_collecting = False
+        self._evaluated = "eval"  # prefix of the last evaluation's metrics
+
+        # 2. of a training
+        self._begun = False
+        self._save_is_due = True
         self.signals = resume.StopSignals()
         self.preempted = False
         self._validity: dict[Path, bool] = {}  # of checkpoints that were verified
         self._resumed: resume.Checkpoint | None = None  # its progress is still to be restored
-        self._is_collecting = False
-        self._evaluated = "eval"  # prefix of the last evaluation's metrics
         self._change = files.SettingsChange({}, set())  # from the checkpoint's settings
         # returns the progress of the last complete optimizer step; None if the weights left it
         self._last_complete: Callable[[], Progress] | None = None
@@ -770,18 +789,6 @@ class PPOTrainer(Trainer):
                 "`train_dataset` must be a dataset to train on, got None; pass it to PPOTrainer, "
                 "or set `max_steps` if an environment writes the prompts."
             )
-        self._resumed = None
-        self.preempted = False
-        checkpoint = None
-        self._last_complete = None
-        self._change = files.SettingsChange({}, set())
-        self._validity.clear()
-        self._restore_process_state()
-        check_callbacks(self.callback_handler.callbacks)
-        # what was drawn since the constructor must not matter
-        set_seed(self.args.seed, device_specific=True)
-        output_dir = self.args.output_dir
-        is_writer = self.args.should_save
         source = (
             self.args.resume_from_checkpoint
             if resume_from_checkpoint is None
@@ -789,49 +796,16 @@ class PPOTrainer(Trainer):
         )
         # of a command line
         source = {"true": True, "false": False, "none": None}.get(str(source).lower(), source)
-        with resume.locked(output_dir, is_writer):
-            if source:
-                self._resumed = resume.find_checkpoint(source, self.args, self._inputs)
-                self._change = self._resumed.change
-                checkpoint = self._resumed.directory
-            # a checkpoint of another directory begins a new run in this one
-            in_place = (
-                checkpoint is not None
-                and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
-            )
-            # a second training must not be mixed with the first one's checkpoints either
-            if in_place:
-                resumed_from = checkpoint
-            else:
-                resumed_from = None
-            resume.prepare_directory(
-                output_dir, is_writer, source is False or self._begun, resumed_from
-            )
-            if not in_place:  # answers to the episodes of an earlier run
-                answers = partial(
-                    shutil.rmtree, Path(output_dir, record.ANSWERS), ignore_errors=True
-                )
-                distributed.on_every_rank(answers, runs=is_writer)
+        self._forget_last_training()
+        check_callbacks(self.callback_handler.callbacks)
+        # what was drawn since the constructor must not matter
+        set_seed(self.args.seed, device_specific=True)
+        with resume.locked(self.args.output_dir, self.args.should_save):
+            checkpoint = self._open_directory(source)
             self._begun = True
-            began_with = self.run_state
             self.restore(Progress(self.run_state))  # an earlier training may have ended anywhere
-            self._next_rows = []
-            # the Trainer would apply the kernels to the actor-critic, in vain
-            uses_liger = self.args.use_liger_kernel
-            self.args.use_liger_kernel = False
             with self.signals.watched():
-                try:
-                    output = super().train(checkpoint, *args, **kwargs)
-                except FAILURES as error:  # a callback may call `sys.exit()`
-                    if isinstance(error, RewardError):
-                        record.void_errors(output_dir, self.accelerator.process_index)
-                    self._save_after_error(error)
-                    if self.state.global_step == 0:  # a rollout that nothing was learned from
-                        self.run_state = began_with
-                        self._install_critic()
-                    raise
-                finally:
-                    self.args.use_liger_kernel = uses_liger
+                output = self._train(checkpoint, *args, **kwargs)
         if self.preempted:
             if self.accelerator.num_processes > 1:
                 # otherwise a rank that exits may abort the others, and change their exit code
@@ -842,6 +816,57 @@ class PPOTrainer(Trainer):
         if self.signals.received is not None:  # after the last step, when no step could handle it
             signal.raise_signal(self.signals.received)
         return output
+
+    def _forget_last_training(self) -> None:
+        """Begin with nothing of an earlier `train()` but the weights and the run state."""
+        self.preempted = False
+        self._resumed = None
+        self._last_complete = None
+        self._change = files.SettingsChange({}, set())
+        self._validity.clear()
+        self._next_rows = []
+        self._restore_process_state()
+
+    def _open_directory(self, source: str | bool | None) -> str | None:
+        """Path of the checkpoint to resume from; what does not belong to this run is moved aside,
+        or deleted."""
+        output_dir = cast(str, self.args.output_dir)
+        is_writer = self.args.should_save
+        resumed_from = None
+        if source:
+            self._resumed = resume.find_checkpoint(source, self.args, self._inputs)
+            self._change = self._resumed.change
+            parent = Path(self._resumed.directory).resolve().parent
+            # a checkpoint of another directory begins a new run in this one
+            if parent == Path(output_dir).resolve():
+                resumed_from = self._resumed.directory
+        # a second training must not be mixed with the first one's checkpoints either
+        begins_anew = source is False or self._begun
+        resume.prepare_directory(output_dir, is_writer, begins_anew, resumed_from)
+        if resumed_from is None:  # answers to the episodes of an earlier run
+            answers = Path(output_dir, record.ANSWERS)
+            delete = partial(shutil.rmtree, answers, ignore_errors=True)
+            distributed.on_every_rank(delete, runs=is_writer)
+        return None if self._resumed is None else self._resumed.directory
+
+    def _train(self, checkpoint: str | None, *args, **kwargs) -> Any:
+        """Run the Trainer's loop; after an error save a checkpoint of the last complete step."""
+        began_with = self.run_state
+        # the Trainer would apply the kernels to the actor-critic, in vain
+        uses_liger = self.args.use_liger_kernel
+        self.args.use_liger_kernel = False
+        try:
+            return super().train(checkpoint, *args, **kwargs)
+        except FAILURES as error:  # a callback may call `sys.exit()`
+            if isinstance(error, RewardError):
+                record.void_errors(cast(str, self.args.output_dir), self.accelerator.process_index)
+            self._save_after_error(error)
+            if self.state.global_step == 0:  # a rollout that nothing was learned from
+                self.run_state = began_with
+                self._install_critic()
+            raise
+        finally:
+            self.args.use_liger_kernel = uses_liger
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, checkpoint: Any
