@@ -50,17 +50,12 @@ for critic in CRITICS:
     WITH_CRITIC_OR_GROUPS[f"{critic}, a third of the rate"] = WITH_CRITIC_OR_GROUPS[critic] | {
         "learning_rate": 1e-3
     }
-LOST = (
-    "the best response to one prompt starts at 0.0012, and rounding decides if the first rollouts "
-    "lose it: 0.06 then"
-)
-CASES = [(name, seed) for name in CRITICS for seed in (1, 2)]
-CASES += [
-    pytest.param(name, 0, marks=pytest.mark.xfail(reason=LOST))
-    for name in (*CRITICS, "head, clip of 0.2")
-]
-CASES += [(name, 0) for name in ("side, bounded steps", "grpo", "dr_grpo", "rloo")]
-CASES += [(f"{name}, a third of the rate", 0) for name in CRITICS]  # no rounding decides then
+# with seed 0 the best response to one prompt starts at 0.0012; at a third of the rate no rounding
+# decides whether the first rollouts lose it
+CASES = [(name, seed) for name in CRITICS for seed in (0, 1, 2)]
+CASES += [(name, 0) for name in ("side, bounded steps", "head, clip of 0.2")]
+CASES += [(name, 0) for name in ("grpo", "dr_grpo", "rloo")]
+CASES += [(f"{name}, a third of the rate", 0) for name in CRITICS]
 
 
 @pytest.mark.slow
