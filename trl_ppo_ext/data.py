@@ -306,13 +306,10 @@ def _check_columns(dataset: Any, name: str, others: Mapping[str, str]) -> None:
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
         raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
     if "prompt" not in columns:
-        remedy = (
-            '`dataset.rename_column("question", "prompt")` or a `map_function` of `trl-ppo` makes '
-            "one"
-        )
         raise PromptError(
             f'`{name}` needs a column "prompt" (text, or a list of chat messages), got '
-            f"{sorted(columns)}; {remedy}."
+            f'{sorted(columns)}; `dataset.rename_column("question", "prompt")` or a `map_function` '
+            "of `trl-ppo` makes one."
         )
     for role, column in others.items():
         if column not in columns:

@@ -73,7 +73,7 @@ def test_run_with_another_critic_does_not_resume(tmp_path):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
     run_of(tmp_path / "whole", **settings).train()
     other = run_of(tmp_path / "other", critic_factory=None, max_steps=8)
-    with pytest.raises(CheckpointError, match=r"'clock' .*got 'side'; pass its `critic_factory`"):
+    with pytest.raises(CheckpointError, match=r"must build the critic 'clock' .*got 'side'"):
         other.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
 
 

@@ -123,29 +123,42 @@ def save_actor_critic(
     save_critic(actor_critic, output_dir, weights, state)
 
 
+def _check_kind(directory: str, kind: str) -> None:
+    """Raise [`CheckpointError`] if a directory holds a critic of another kind."""
+    head_file = os.path.join(directory, VALUE_HEAD)
+    if not os.path.isfile(head_file):
+        if kind != "none":
+            raise CheckpointError(
+                f"`critic` must be 'none' to resume from `{directory}` (it has no {VALUE_HEAD}), "
+                f"got {kind!r}; set `critic='none'`."
+            )
+        return
+    try:
+        saved = kind_of_critic(head_file)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if saved == kind:
+        return
+    if saved not in KINDS:
+        raise CheckpointError(
+            f"`critic_factory` must build the critic {saved!r} to resume from `{directory}`, got "
+            f"{kind!r}; pass that of the run."
+        )
+    if kind not in (*KINDS, "none"):
+        raise CheckpointError(
+            f"The critic of `{directory}` is {saved!r}, and `critic_factory` builds {kind!r}; "
+            f"remove it, and set `critic={saved!r}`."
+        )
+    raise CheckpointError(
+        f"`critic` must be {saved!r} to resume from `{directory}`, got {kind!r}; set "
+        f"`critic={saved!r}`."
+    )
+
+
 def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None:
     """Load the weights written by [`save_actor_critic`]."""
     head = actor_critic.value_head
-    kind = "none" if head is None else head.kind
-    saved_kind = "none"
-    missing = f" (it has no {VALUE_HEAD})"
-    head_file = os.path.join(directory, VALUE_HEAD)
-    if os.path.isfile(head_file):
-        missing = ""
-        try:
-            saved_kind = kind_of_critic(head_file)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
-    if saved_kind != kind:
-        remedy = f"set `critic={saved_kind!r}`"
-        if saved_kind not in (*KINDS, "none"):
-            remedy = "pass its `critic_factory`"
-        elif kind not in (*KINDS, "none"):
-            remedy += " without a `critic_factory`"
-        raise CheckpointError(
-            f"`critic` must be {saved_kind!r} to resume from `{directory}`{missing}, got {kind!r}; "
-            f"{remedy}."
-        )
+    _check_kind(directory, "none" if head is None else head.kind)
     loads: dict[str, Callable] = {} if head is None else {VALUE_HEAD: head.load_saved}
     for name, folder in (
         (actor_critic.policy_adapter, ""),
@@ -159,11 +172,9 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
         try:
             load(load_file(os.path.join(directory, file)))
         except ValueError as error:
-            belongs = "another base model or another `peft_config`"
-            if file == VALUE_HEAD:
-                belongs = "a critic of another shape"
             raise CheckpointError(
-                f"{file} does not fit the model: {error} It belongs to {belongs}."
+                f"{file} does not fit the model: {error} It belongs to another base model, "
+                "`peft_config` or critic."
             ) from None
 
 
@@ -272,10 +283,13 @@ def check_settings(
     if impossible or (refused and not may_change):
         listed = ", ".join(changed[name] for name in sorted(impossible or refused))
         if impossible:
-            remedy = "Restore them"
-        else:
-            remedy = "Restore them, or set `resume_with_changed_settings=True`"
-        raise CheckpointError(f"`{directory}` was saved under other settings: {listed}. {remedy}.")
+            raise CheckpointError(
+                f"`{directory}` was saved under other settings: {listed}. Restore them."
+            )
+        raise CheckpointError(
+            f"`{directory}` was saved under other settings: {listed}. Restore them, or set "
+            "`resume_with_changed_settings=True`."
+        )
     return change
 
 

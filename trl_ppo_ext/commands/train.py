@@ -64,14 +64,13 @@ def main(argv: Sequence[str]) -> None:
     except CheckpointError:
         raise
     except (ValueError, OSError) as error:
-        remedy = (
-            " Resume from the last checkpoint with --resume_from_checkpoint true, once the cause "
-            "is fixed."
-        )
         # shown with its traceback and its cause, unlike wrong arguments
-        failed = f"The run failed after {trainer.state.global_step} optimizer steps."
+        steps = trainer.state.global_step
+        if not checkpoints(str(args.output_dir)):
+            raise RuntimeError(f"The run failed after {steps} optimizer steps.") from error
         raise RuntimeError(
-            failed + (remedy if checkpoints(str(args.output_dir)) else "")
+            f"The run failed after {steps} optimizer steps. Resume from the last checkpoint with "
+            "--resume_from_checkpoint true, once the cause is fixed."
         ) from error
     if args.push_to_hub:
         trainer.push_to_hub(datasets=[script.dataset_name])

@@ -184,12 +184,11 @@ class Judge(HttpReward):
         # its last number is meaningless
         if reason in ("length", "content_filter", "abort", "error"):
             if reason == "length":
-                remedy = "; raise `max_tokens`"
-            else:
-                remedy = ""
-            raise ValueError(
-                f'its answer was truncated (finish_reason="{reason}"){remedy}: {text!r}'
-            )
+                raise ValueError(
+                    'its answer was truncated (finish_reason="length"); raise `max_tokens`: '
+                    f"{text!r}"
+                )
+            raise ValueError(f'its answer was truncated (finish_reason="{reason}"): {text!r}')
         matches = list(re.finditer(self.pattern, text))
         if not matches:
             raise ValueError(f"its answer has no match of `pattern` {self.pattern!r}: {text!r}")

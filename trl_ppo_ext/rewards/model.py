@@ -303,9 +303,9 @@ class AdapterReward(SequenceScorer):
             if theirs.pad_token_id is not None:
                 self.pad_token_id = theirs.pad_token_id
         if "weight" not in files.head:
-            cause = f"The reward adapter `{path}` has no score head ({' or '.join(SCORE_HEADS)})"
             raise RewardError(
-                f'{cause}; train it with `task_type="SEQ_CLS"`, which saves the head.'
+                f"The reward adapter `{path}` has no score head ({' or '.join(SCORE_HEADS)}); "
+                'train it with `task_type="SEQ_CLS"`, which saves the head.'
             )
         self.label = checked_label(self.name, len(files.head["weight"]), label)
         self.actor_critic = actor_critic
