@@ -426,7 +426,21 @@ class PPOConfig(TRLFields, TrainingArguments):
             name for name, x in defaults.items() if x not in (MISSING, getattr(self, name, None))
         ]
         # 1. Defaults that depend on other fields
-        with_critic = self.critic != "none"
+        self._choose_precision()
+        self._choose_advantages()
+        self._choose_kl()
+        self._choose_for_trainer()
+        # 2. Rules, before the base class creates directories
+        self.resolve_values()
+        # 3. Parsing of JSON, devices, world size
+        super().__post_init__()
+        # 4. Rules that need them
+        self._settle_devices()
+        self._settle_data()
+        self._settle_sizes()
+
+    def _choose_precision(self) -> None:
+        """Bfloat16 where it is fast, or what the launcher says."""
         if self.bf16 is None:
             emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(
                 including_emulation=False
@@ -435,6 +449,10 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.fp16 = self.fp16 or launched == "fp16"
             is_fast = not (self.use_cpu or emulated) and is_torch_bf16_gpu_available()
             self.bf16 = not self.fp16 and (is_fast or launched == "bf16")
+
+    def _choose_advantages(self) -> None:
+        """Estimator, units and clip, which follow from whether there is a critic."""
+        with_critic = self.critic != "none"
         self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
         self.loss_aggregation = self.loss_aggregation or _AGGREGATION.get(
             self.advantage_estimator, "sequence_sum"
@@ -452,6 +470,9 @@ class PPOConfig(TRLFields, TrainingArguments):
             # likelier tokens have no gradient beyond, whatever their advantage: they would hold
             # others back
             self.dual_clip = TRUST if self.dual_clip is None else self.dual_clip
+
+    def _choose_kl(self) -> None:
+        """Place and estimator of the KL, and whether anything reads the reference."""
         if self.kl_placement is None:  # k1 has no gradient in the loss
             distills = self.reference_prompt is not None and self.kl_estimator != "k1"
             if distills:
@@ -466,13 +487,17 @@ class PPOConfig(TRLFields, TrainingArguments):
         self.uses_reference = self.kl_coef != 0
         in_rewards = self.uses_reference and self.kl_placement != "loss"
         self.reward_kl = self.kl_estimator if in_rewards else None
+
+    def _choose_for_trainer(self) -> None:
+        """Fields that the Trainer reads otherwise, or that change nothing here."""
         self.top_k = self.top_k or 0
         # of a command line
         if isinstance(self.reward_label, str) and self.reward_label.isdecimal():
             self.reward_label = int(self.reward_label)
         self.max_grad_norm = self.max_grad_norm or 0.0  # the Trainer compares it with 0
         if self.max_completion_length is None:
-            self.max_completion_length = defaults["max_completion_length"]
+            default = type(self).__dataclass_fields__["max_completion_length"].default
+            self.max_completion_length = cast(int, default)
         if self.remove_unused_columns:
             logger.warning(
                 "`remove_unused_columns=True` changes nothing: rewards need the columns."
@@ -490,11 +515,9 @@ class PPOConfig(TRLFields, TrainingArguments):
         # its name since transformers 5.23, which warns
         if getattr(self, "activation_checkpointing", True) is None:
             self.activation_checkpointing = self.gradient_checkpointing
-        # 2. Rules, before the base class creates directories
-        self.resolve_values()
-        # 3. Parsing of JSON, devices, world size
-        super().__post_init__()
-        # 4. Rules that need them
+
+    def _settle_devices(self) -> None:
+        """Check what needs a GPU, and the launcher's precision."""
         if self.use_liger_kernel and self.device.type in ("cpu", "mps"):
             logger.warning(
                 "`use_liger_kernel=True` changes nothing here: its kernels need a GPU with Triton."
@@ -511,6 +534,9 @@ class PPOConfig(TRLFields, TrainingArguments):
                 f"`bf16` or `fp16` must be True to launch with `--mixed_precision {launched}`; set "
                 "it."
             )
+
+    def _settle_data(self) -> None:
+        """Let ranks share a rollout evenly, and each read a stream itself."""
         data = self.accelerator_config
         if data.split_batches or not data.even_batches or self.dataloader_drop_last:
             ignored = "`split_batches`, `even_batches` and `dataloader_drop_last`"
@@ -522,6 +548,9 @@ class PPOConfig(TRLFields, TrainingArguments):
         data.split_batches = False
         data.even_batches = True
         data.dispatch_batches = False
+
+    def _settle_sizes(self) -> None:
+        """Number of minibatches, accumulation and the evaluation's batch, from the rollout."""
         size = self.generation_batch_size
         micro_batch_size = self.per_device_train_batch_size
         if size is None:
@@ -631,8 +660,20 @@ class PPOConfig(TRLFields, TrainingArguments):
 
         Raises a `ValueError` if a value is out of range, unsupported, or contradicts another.
         """
-        # 1. Each value
         check_limits(self)
+        self._build_options()
+        self._check_trainer_fields()
+        self._check_kl()
+        self._check_estimator()
+        self._check_groups()
+        self._check_level()
+        self._check_critic()
+        self._settle_sampling()
+        if self.generation_backend == "vllm":
+            self._check_vllm()
+
+    def _build_options(self) -> None:
+        """Read the mappings of settings that few runs change."""
         mappings: list[Any] = []
         for name, kind in OPTIONS.items():
             settings = getattr(self, name) or {}
@@ -646,6 +687,9 @@ class PPOConfig(TRLFields, TrainingArguments):
             check_types(mappings[-1], form=f"{name}[{{!r}}]")
             check_limits(mappings[-1], form=f"{name}[{{!r}}]")
         self.critic_options, self.vllm_options = mappings
+
+    def _check_trainer_fields(self) -> None:
+        """Check fields of the Trainer."""
         if self.max_steps < 1 and self.max_steps != -1:
             raise ValueError(
                 "`max_steps` must be at least 1, or -1 to use `num_train_epochs`, got "
@@ -667,7 +711,8 @@ class PPOConfig(TRLFields, TrainingArguments):
                     f"`{name}={reading}` needs `metric_for_best_model`, e.g. 'eval_reward'."
                 )
 
-        # 2. KL
+    def _check_kl(self) -> None:
+        """Check the KL's estimator, place and coefficient."""
         if self.kl_placement == "both" and self.kl_estimator != "exact":
             raise ValueError(
                 f"`kl_placement='both'` needs `kl_estimator='exact'`, got {self.kl_estimator!r}."
@@ -693,10 +738,10 @@ class PPOConfig(TRLFields, TrainingArguments):
                 _WEAK_KL[kl],
             )
 
-        # 3. Advantages and critic
+    def _check_estimator(self) -> None:
+        """Check that the estimator is one with a critic, or one without."""
         estimator = self.advantage_estimator
         no_critic = self.critic == "none"
-        options = self.critic_options
         if (estimator == "gae") == no_critic:
             if no_critic:
                 usable = "'grpo', 'dr_grpo', 'rloo', 'reinforce' or 'rebn'"
@@ -706,7 +751,11 @@ class PPOConfig(TRLFields, TrainingArguments):
                 f"`advantage_estimator={estimator!r}` does not work with `critic={self.critic!r}`; "
                 f"use {usable}."
             )
-        self._check_groups()
+
+    def _check_level(self) -> None:
+        """Check that the estimator works at the level of the advantages."""
+        estimator = self.advantage_estimator
+        no_critic = self.critic == "none"
         level = self.advantage_level
         if level != "token" and no_critic and (level, estimator) != ("turn", "rebn"):
             if level == "both":
@@ -716,13 +765,18 @@ class PPOConfig(TRLFields, TrainingArguments):
             raise ValueError(
                 f"`advantage_level={level!r}` needs {needed}, got {estimator!r}; use 'token'."
             )
+
+    def _check_critic(self) -> None:
+        """Check the settings of a critic, which need one."""
+        no_critic = self.critic == "none"
+        options = self.critic_options
         for name in _CRITIC_ONLY if no_critic else ():
             value = getattr(self, name)
             default = PPOConfig.__dataclass_fields__[name].default
             if (
                 value not in (default, {})
                 and value is not False
-                and (name, estimator) != ("gamma", "rebn")
+                and (name, self.advantage_estimator) != ("gamma", "rebn")
             ):
                 raise ValueError(
                     f"`{name}={value!r}` needs a critic, and `critic='none'`; leave it at "
@@ -740,7 +794,8 @@ class PPOConfig(TRLFields, TrainingArguments):
                 "train."
             )
 
-        # 4. Sampling
+    def _settle_sampling(self) -> None:
+        """Check what samples and its settings, and set whether its log-probs are corrected."""
         names = set(self.generation_kwargs or {})
         uses_vllm = self.generation_backend == "vllm"
         overlaps = self.vllm_options.overlap_rollouts
@@ -774,7 +829,9 @@ class PPOConfig(TRLFields, TrainingArguments):
                 logger.warning(
                     "Without `use_vllm=True` these fields have no effect: %s.", ", ".join(unread)
                 )
-            return
+
+    def _check_vllm(self) -> None:
+        """Check the settings of vLLM."""
         if self.stop_strings:
             raise ValueError(
                 "`stop_strings` needs `generation_backend='transformers'`; or use `stop_token_ids`."
