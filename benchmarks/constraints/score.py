@@ -1,6 +1,6 @@
 """Score the base and adapters on prompts with topics and wordings that were not trained.
 
-python benchmarks/constraints/score.py benchmarks/constraints/adapter
+python benchmarks/constraints/score.py runs/constraints
 """
 
 import argparse

@@ -192,10 +192,15 @@ def estimate_by_critic(
     """GAE with the baseline of a critic, and the targets that the critic learns."""
     critic = cast(Critic, components.actor_critic.value_head)
     usable = samples.scored.usable
-    # one completion far from all others must not set the units of the others
+
+    # 1. One completion far from all others must not set the units of the others.
     ordinary = usable & ~outlying(credit.rewards.sum(1), usable, groups)
     metrics.total("outlying_completions", usable & ~ordinary)
+
+    # 2. γ and λ, which follow from where scores tell something.
     discounts, run, places = discounts_of(components, samples, ordinary, run, metrics)
+
+    # 3. Outputs of the critic; a new one begins with a fit to this rollout.
     outputs = cast(Tensor, credit.outputs)
     is_new = critic.is_new(run.critic)
     if is_new:
@@ -204,6 +209,8 @@ def estimate_by_critic(
         )
         outputs = outputs + added
         run = run._replace(critic=state)
+
+    # 4. Advantages and targets.
     result, returns = of_critic(
         credit.rewards,
         outputs,
@@ -216,6 +223,8 @@ def estimate_by_critic(
         ordinary=ordinary,
         all_sum=components.all_sum,
     )
+
+    # 5. What the critic has seen, for the next rollout.
     counted = credit.response_mask & ordinary[:, None]
     rewards = run.critic.rewards.add(samples.scored.tokens, counted, components.all_sum, MEMORY)
     # values that were fitted to these very returns explain nothing yet
