@@ -14,9 +14,9 @@ from trl_ppo_ext.batch_plan import BatchPlan
 from trl_ppo_ext.episodes.generator import cut_at_stop
 from trl_ppo_ext.modeling import ActorCritic
 from trl_ppo_ext.modeling.critics import CriticState, new_critic
-from trl_ppo_ext.ppo.advantages import Discounts, in_units, of_critic
+from trl_ppo_ext.ppo.advantages import Discounts, divide_by_unit, gae_with_critic
 from trl_ppo_ext.ppo.baseline import MEMORY
-from trl_ppo_ext.ppo.credit import fit_new
+from trl_ppo_ext.ppo.credit import fit_new_critic
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.updates import ppo_loss, schedule
 from trl_ppo_ext.sequences import Sequences
@@ -43,9 +43,9 @@ def ppo(
         shortest = min(map(len, prompt_ids), default=0)
         needed = "an even number of texts, for two minibatches, of at least one token each"
         raise ValueError(f"`prompts` must be {needed}, got {len(prompts)} of at least {shortest}.")
-    # One frozen base: the policy with its adapter on, the reference with it off, and a critic that
-    # reads states of the policy, which its loss does not train, and predicts in units of the
-    # returns: their mean and deviation so far.
+    # One frozen base: the policy with its adapter on, the reference with it off, and a critic, here
+    # a small network beside the base. It reads the policy's states, but its loss does not train the
+    # policy. It predicts (return - mean) / deviation, with those of the returns so far.
     policy = get_peft_model(
         model.eval(), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     )
@@ -58,7 +58,7 @@ def ppo(
     )
     plan = BatchPlan(micro_batch_size=len(prompts) // 2, num_mini_batches=2, num_ppo_epochs=4)
     state = CriticState()  # what a rollout leaves to the next
-    largest_unit = 0.0
+    largest_unit = 0.0  # largest deviation of the returns so far
     sampling = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=length, eos_token_id=eos, pad_token_id=eos
     )
@@ -82,8 +82,8 @@ def ppo(
             raise ValueError(f"`reward` must return {needed}, got {scores.tolist()}.")
         token_scores = scores[:, None] * (mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1)))
 
-        # 3. Log-probs, and outputs of the critic, which reads earlier rewards in units of earlier
-        # rollouts, if any.
+        # 3. Log-probs, and outputs of the critic. It also reads the rewards before each token: here
+        # 0, since the only reward comes last.
         sequences = replace(sequences, observed=critic.observe(token_scores, mask, state))
         with torch.no_grad():
             old = roles(sequences)
@@ -92,14 +92,15 @@ def ppo(
         # 4. Rewards per token: the KL penalty at every token, the score at the last one.
         rewards = token_scores - kl_coef * (kl := old.logprobs - ref_logprobs)
 
-        # 5. Advantages, and targets: outputs are in units of the earlier returns, targets also of
-        # this rollout's. The values are weighed by how well they fit the returns, and then
+        # 5. Advantages and targets. Value = mean + deviation · output, with the mean and deviation
+        # before this rollout for `old.values`, and those after it for the targets: outputs follow
+        # when the units move. The values are weighed by how well they fit the returns, and then
         # subtracted from them.
-        if critic.is_new(state):  # it begins with a fit to the first returns
+        if critic.is_new(state):  # it is fitted to the first returns that differ
             summary = roles.read_critic(sequences, critic.summary)
-            added, state = fit_new(critic, [summary], state, rewards, mask, mask)
+            added, state = fit_new_critic(critic, [summary], state, rewards, steps=mask, mask=mask)
             old = old._replace(values=old.values + added)
-        result, seen = of_critic(
+        result, returns = gae_with_critic(
             rewards,
             old.values,
             mask,
@@ -107,11 +108,13 @@ def ppo(
             is_normalized=True,
             discounts=Discounts(1.0, lam),
         )
-        largest_unit = max(largest_unit, seen.unit)
-        result = in_units(result, seen, largest_unit)
-        seen_rewards = state.rewards.add(token_scores, mask, memory=MEMORY)
-        state = state._replace(returns=seen, rewards=seen_rewards)
-        critic.install(state)
+        # advantages in deviations of the returns, or of a tenth of the largest, if that is more
+        if returns.varies:
+            largest_unit = max(largest_unit, returns.unit)
+        result = divide_by_unit(result, returns, largest_unit)
+        seen = state.rewards.add(token_scores, mask, memory=MEMORY)
+        state = state._replace(returns=returns, rewards=seen)
+        critic.install(state)  # the first fit counts in its outputs from here on
         data = Rollout(
             sequences,
             mask,

@@ -473,8 +473,8 @@ class Moments(NamedTuple):
     ) -> "Moments":
         """Add a batch, `[batch]` or `[batch, response]`.
 
-        With a `memory`, earlier values weigh at most as much as those of so many rows: a mean that
-        moves quickly must not count as a deviation for long.
+        With a `memory`, all earlier batches together weigh at most as much as so many rows of this
+        one. Otherwise a mean that moves from rollout to rollout would count as spread.
         """
         # float64 if the device has it (Apple's GPUs do not): the sums must not depend on batch
         # sizes

@@ -160,8 +160,9 @@ SINCE = {
 }
 
 
-def is_older(name: str) -> bool:
-    """Whether the installed version is older than a name."""
+def is_newer_than_installed(name: str) -> bool:
+    """Whether a name was added to its package after the installed version, so that its absence is
+    no loss."""
     package, since = SINCE.get(name, ("", "0"))
     return bool(package) and Version(version(package)) < Version(since)
 
@@ -182,7 +183,7 @@ def missing_names() -> list[tuple[str, str, str]]:
             is_there = exists(owner, name)
         except (ImportError, AttributeError, OSError):
             is_there = False
-        if not is_there and not is_older(name):
+        if not is_there and not is_newer_than_installed(name):
             missing.append((owner, name, lost))
     return missing
 

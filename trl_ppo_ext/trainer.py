@@ -952,7 +952,8 @@ class PPOTrainer(Trainer):
         is_intact = save.is_intact(best, self.args.should_save)
         if is_intact and os.path.samefile(Path(best).parent, cast(str, self.args.output_dir)):
             return
-        # the run that this one resumed from: the Trainer would delete every checkpoint for it
+        # It is of the run that this one resumed from. With `save_total_limit=1` the Trainer deletes
+        # every checkpoint that is not the best, here all of this run.
         if is_intact and self.args.load_best_model_at_end:
             self._load_best_model()
         self.state.best_model_checkpoint = None

@@ -115,7 +115,7 @@ _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, in
 _SETTINGS: dict[str, Callable[[Any, Any], Settings]] = {
     "epsilon_high": lambda config, high: _with_clip(config, {"cliprange_high": high}),
     "delta": _dual_clip,
-    "num_iterations": lambda _, n: {} if n == 1 else {"num_ppo_epochs": n},  # 1 by default, in both
+    "num_iterations": lambda _, n: {} if n == 1 else {"num_ppo_epochs": n},  # both default to 1
     "steps_per_generation": _num_mini_batches,
     "loss_type": _loss_type,
     "scale_rewards": _scale_rewards,

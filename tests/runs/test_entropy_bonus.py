@@ -7,7 +7,7 @@ import torch
 from runs_of_tiny import rollouts_of, trainer, weights
 
 from trl_ppo_ext.modeling import TokenScores
-from trl_ppo_ext.ppo.advantages import Discounts, in_units, of_critic
+from trl_ppo_ext.ppo.advantages import Discounts, divide_by_unit, gae_with_critic
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.updates import ppo_loss
 from trl_ppo_ext.ppo_math import Moments, root_mean_square, whiten
@@ -45,10 +45,10 @@ def test_dense_rewards_do_not_change_the_weight_of_the_bonus(scale):
     )
     mask = torch.ones_like(rewards).bool()
     nothing = torch.zeros_like(rewards)
-    result, seen = of_critic(
+    result, seen = gae_with_critic(
         rewards, nothing, mask, Moments(), is_normalized=True, discounts=Discounts(1.0, 0.8)
     )
-    scaled = in_units(result, seen).advantages
+    scaled = divide_by_unit(result, seen).advantages
     whitened, _ = whiten(result.advantages, mask)
     bonus, policy = gradients(scaled, root_mean_square(scaled, mask))
     assert bonus / policy == pytest.approx(COEFFICIENT)

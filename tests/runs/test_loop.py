@@ -28,23 +28,29 @@ class SeedRollouts(TrainerCallback):
             torch.manual_seed(state.global_step // STEPS)
 
 
-def recorded(scores):
+def recorded(scores, equal_first=False):
+    """Reward that keeps its scores; with `equal_first` nothing differs in the first rollout."""
+
     def reward(texts):
-        scores.append([sum(word in WORDS[:8] for word in text.split()) / 4 for text in texts])
+        counts = [sum(word in WORDS[:8] for word in text.split()) / 4 for text in texts]
+        if equal_first:
+            counts = [0.01 * count if scores else 3.0 for count in counts]
+        scores.append(counts)
         return scores[-1]
 
     return reward
 
 
-def test_loop_gets_the_rewards_of_the_trainer(tmp_path, capsys):
+@pytest.mark.parametrize("equal_first", [False, True])
+def test_loop_gets_the_rewards_of_the_trainer(tmp_path, capsys, equal_first):
     by_loop = []
     by_trainer = []
     settings = {"learning_rate": 1e-3, "kl_coef": 0.05, "lam": 0.95}
     model = llama()
     torch.manual_seed(0)  # the adapter is drawn
-    loop.ppo(model, tokenizer(), PROMPTS, recorded(by_loop), length=8, **settings)
+    loop.ppo(model, tokenizer(), PROMPTS, recorded(by_loop, equal_first), length=8, **settings)
 
-    reward = recorded(by_trainer)
+    reward = recorded(by_trainer, equal_first)
     sizes = {
         "per_device_train_batch_size": 8,
         "num_mini_batches": 2,
@@ -76,7 +82,7 @@ def test_loop_gets_the_rewards_of_the_trainer(tmp_path, capsys):
         callbacks=[SeedRollouts()],
     ).train()
     assert by_loop == by_trainer and len(by_loop) == 10
-    first, last = (sum(scores) for scores in (by_loop[0], by_loop[-1]))
+    first, last = (sum(scores) for scores in (by_loop[equal_first], by_loop[-1]))
     assert last > 1.2 * first
 
 

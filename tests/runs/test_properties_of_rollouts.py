@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler
 
 from trl_ppo_ext.batch_plan import BatchPlan, factor_of
 from trl_ppo_ext.data import RolloutSampler
-from trl_ppo_ext.ppo.advantages import Discounts, in_units, of_critic, of_groups
+from trl_ppo_ext.ppo.advantages import Discounts, divide_by_unit, gae_with_critic, group_advantages
 from trl_ppo_ext.ppo.metrics import Metrics
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.updates import Updates
@@ -69,8 +69,8 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
         (0.95, length_adaptive_lambda(mask, 0.05)), (False, True)
     ):
         discounts = Discounts(1.0, lam, 0.95)
-        result, seen = of_critic(rewards, outputs, mask, Moments(), normalized, discounts)
-        scaled, (white, _) = in_units(result, seen), whiten(result.advantages, mask)
+        result, seen = gae_with_critic(rewards, outputs, mask, Moments(), normalized, discounts)
+        scaled, (white, _) = divide_by_unit(result, seen), whiten(result.advantages, mask)
         assert all(
             x.isfinite().all()
             for x in (result.advantages, result.returns, scaled.advantages, white)
@@ -80,10 +80,10 @@ def test_degenerate_rollouts_have_finite_advantages(single, groups, score, seed)
     counted = torch.rand(rows, generator=generator) < 0.5
     scores = torch.full((rows,), score)
     for estimator in ("grpo", "dr_grpo", "rloo"):
-        assert not of_groups(estimator, scores[:, None], counted, 2).advantages.any()
+        assert not group_advantages(estimator, scores[:, None], counted, 2).advantages.any()
     failed = scores.masked_fill(~counted, math.nan)[:, None]
     assert torch.equal(
-        of_groups("reinforce", failed, counted, 2).advantages[:, 0], scores * counted
+        group_advantages("reinforce", failed, counted, 2).advantages[:, 0], scores * counted
     )
 
 

@@ -21,9 +21,10 @@ class Episode:
 
     A completion is one turn.
 
-    A turn ends at a stop token or where its room ends (`Player._note_ending`), and what follows it
-    decides whether the episode goes on (`EnvironmentPlayer._continues`). Later, `sampled` has the
-    number of the turn at each token.
+    A turn ends at a stop token, in what samples (`Generator.generate`), or where its room ends
+    (`EnvironmentPlayer._sample`); `Player._note_ending` records which. Whether another turn
+    follows is decided in `EnvironmentPlayer._continues`. Later, `sampled` has the number of the
+    turn at each token.
     """
 
     # before its first turn

@@ -44,8 +44,10 @@ class Player:
     ):
         self.generator = generator
         self.tokenizer = tokenizer
-        self.bootstraps = bootstraps  # after limits of the run
-        self.lent: list[Episode] = []  # the last episodes with an environment
+        # whether the critic's value stands for what a limit of the run cut off
+        self.bootstraps = bootstraps
+        # episodes whose environments go back to their pools at the next rollout
+        self.lent: list[Episode] = []
         self.names: list[str] = []  # of several environments
         self.run = ""  # digest of the run's settings, beside recorded answers
         # called when a rollout is sampled, before it is scored
@@ -162,7 +164,10 @@ class EnvironmentPlayer(Player):
                 x for x in episodes if x.error is None and has_privileged_state(x.environment)
             ]
             states = [partial(called, privileged_state(x.environment)) for x in with_state]
-            for episode, state in self._answers("privileged state", with_state, states, seeds[0]):
+            shown = self._answers(
+                "privileged state", with_state, states, seeds[0], changes_state=False
+            )
+            for episode, state in shown:
                 self._show(episode, state)
 
         active = episodes
@@ -206,15 +211,23 @@ class EnvironmentPlayer(Player):
         return Record(path, CHARACTERS * self.limit, self.run)
 
     def _answers(
-        self, part: str, episodes: list[Episode], asks: Sequence[Callable], seed: int
+        self,
+        part: str,
+        episodes: list[Episode],
+        asks: Sequence[Callable],
+        seed: int,
+        changes_state: bool = True,
     ) -> list[tuple]:
         """Answers of all episodes at once, without those that failed; sampling draws its random
-        numbers as before."""
+        numbers as before.
+
+        Of a recorded answer an environment is asked again only if that changes its state.
+        """
 
         async def together() -> list:
             answers = []
             for episode, ask in zip(episodes, asks):
-                has_state = part != "hidden state" and episode.environment is not None
+                has_state = changes_state and episode.environment is not None
                 in_time = partial(bounded, ask, self.environments.timeout)
                 answer = episode.place.answer(part, in_time, has_state)
                 answers.append(seeded(answer, hash((own_seed, episode.place.row))))

@@ -120,7 +120,8 @@ class VLLMServer:
         body |= self.settings | {"max_tokens": request.max_tokens}
         async with slots:
             answer = await self._answer(client, "POST", "/v1/completions", body)
-            # it was restarted, and has lost the adapter; the seed repeats completions
+            # The server was restarted and has lost the adapter: load it and ask again. The same
+            # seed samples the same completions.
             if answer.status_code == 404:
                 await self._load(client, name)
                 answer = await self._answer(client, "POST", "/v1/completions", body)

@@ -39,7 +39,7 @@ class CriticAdvantages(NamedTuple):
     returns: Tensor  # what the values are to predict
     targets: Tensor  # the same in the critic's units
     outcomes: Tensor  # sums of the rewards that follow
-    observed: Tensor  # 1 at outcomes that no limit cut
+    uncut: Tensor  # 1 at outcomes that no limit cut
     explains: Tensor  # what the baseline says of outcomes around their mean
     weights: Tensor | None = None  # [batch, 1 or 2], of the critic and of other completions
     unit: float = 1.0  # by which the advantages are divided, in that of the rewards
@@ -68,7 +68,7 @@ class Cuts(NamedTuple):
     outputs: Tensor  # [batch]
 
 
-def of_critic(
+def gae_with_critic(
     rewards: Tensor,
     outputs: Tensor,  # of the critic; if it is normalized, in units of the returns that were seen
     steps: Tensor,  # 1 at tokens, or first tokens of turns, that have a value
@@ -105,13 +105,13 @@ def of_critic(
 
     # 3. The critic is measured on completions that ended. If those are too few, the values after
     # cuts stand for the rest.
-    observed = steps
+    uncut = steps
     if cuts is not None:
         ended = steps & ~cuts.is_cut[:, None]
         is_enough = all_sum(ended.any(1).sum()) >= FEWEST
         _, bootstrapped = ppo_math.gae(rewards, nothing, steps, gamma, 1.0, after)
         outcomes = torch.where(is_enough, outcomes, bootstrapped)
-        observed = torch.where(is_enough, ended, steps)
+        uncut = torch.where(is_enough, ended, steps)
 
     # 4. The baseline: values, and scores of the prompt's other completions, as far as they fit the
     # outcomes.
@@ -119,7 +119,7 @@ def of_critic(
     explains = values
     weights = None
     if is_normalized:
-        counts = observed & enters
+        counts = uncut & enters
         predictors = [values]
         if groups.size > 1:
             others = means_of_others(rewards.sum(1), counts.any(1), groups)
@@ -163,19 +163,22 @@ def of_critic(
         returns=returns,
         targets=targets,
         outcomes=outcomes,
-        observed=observed,
+        uncut=uncut,
         explains=explains,
         weights=weights,
     )
     return result, seen_after
 
 
-def in_units(result: AnyAdvantages, seen: Moments, largest_unit: float = 0.0) -> AnyAdvantages:
+def divide_by_unit(
+    result: AnyAdvantages, seen: Moments, largest_unit: float = 0.0
+) -> AnyAdvantages:
     """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
 
-    But not by less than a tenth of the largest one so far: once a task is nearly solved, advantages
-    fade, and what still differs is not blown up to the size of what was learned. A KL in the loss
-    is divided by the same unit. The bound is beyond what returns that enter the unit can reach.
+    The divisor is at least a tenth of the largest deviation of the run. So advantages fade once a
+    task is nearly solved, and the small differences that are left are not scaled up. A KL in the
+    loss is divided by the same unit. Advantages are clamped beyond what a return that counts in the
+    unit can reach.
     """
     unit = max(seen.unit, SOLVED * largest_unit)
     advantages = (result.advantages / unit).clamp(-LARGEST, LARGEST)
@@ -191,7 +194,7 @@ def in_groups_that_differ(
     return has_spread.any(1).repeat_interleave(group_size)
 
 
-def of_groups(
+def group_advantages(
     name: str,
     rewards: Tensor,
     usable: Tensor,
@@ -206,7 +209,7 @@ def of_groups(
     return Advantages(advantages[rank * len(scores) : (rank + 1) * len(scores), None])
 
 
-def of_objectives(
+def objective_advantages(
     rewards: Tensor, weights: Sequence[float] | None, usable: Tensor, groups: Groups = Groups()
 ) -> Advantages:
     """GDPO: each of `[batch, rewards]` (NaN is skipped) within its group, then their weighted sum
@@ -225,7 +228,7 @@ def of_objectives(
     return Advantages(groups.own(advantages, rewards)[:, None])
 
 
-def to_go(rewards: Tensor, steps: Tensor, gamma: float) -> Advantages:
+def rewards_to_go(rewards: Tensor, steps: Tensor, gamma: float) -> Advantages:
     """Sum of the rewards from each token on, without a baseline.
 
     Source: https://huggingface.co/papers/2510.01051

@@ -24,12 +24,12 @@ from .advantages import (
     Advantages,
     Cuts,
     Discounts,
+    divide_by_unit,
+    gae_with_critic,
+    group_advantages,
     in_groups_that_differ,
-    in_units,
-    of_critic,
-    of_groups,
-    of_objectives,
-    to_go,
+    objective_advantages,
+    rewards_to_go,
 )
 from .baseline import MEMORY, Groups
 from .metrics import Metrics, log_critic
@@ -157,7 +157,7 @@ def reward_turns(samples: Samples, credit: Credit, run: RunState, *, all_sum: Re
 
 def sum_rewards_to_go(samples: Samples, credit: Credit, run: RunState, *, gamma: float) -> Stepped:
     """ReBN: the rewards from each token on, without a baseline."""
-    result = to_go(credit.rewards, credit.steps, gamma)
+    result = rewards_to_go(credit.rewards, credit.steps, gamma)
     return credit._replace(advantages=result.advantages), run
 
 
@@ -165,7 +165,7 @@ def compare_objectives_in_groups(
     samples: Samples, credit: Credit, run: RunState, *, weights: list[float] | None, groups: Groups
 ) -> Stepped:
     """GDPO: each reward within the completions of its prompt, then their sum."""
-    result = of_objectives(samples.scored.rewards, weights, samples.scored.usable, groups)
+    result = objective_advantages(samples.scored.rewards, weights, samples.scored.usable, groups)
     return credit._replace(advantages=result.advantages), run
 
 
@@ -174,7 +174,7 @@ def compare_in_groups(
 ) -> Stepped:
     """GRPO and its relatives: a completion's score against the others of its prompt."""
     usable = samples.scored.usable
-    result = of_groups(
+    result = group_advantages(
         estimator, credit.rewards, usable, groups.size, gather=groups.gather, rank=groups.rank
     )
     return credit._replace(advantages=result.advantages), run
@@ -211,7 +211,7 @@ def estimate_by_critic(
         run = run._replace(critic=state)
 
     # 4. Advantages and targets.
-    result, returns = of_critic(
+    result, returns = gae_with_critic(
         credit.rewards,
         outputs,
         credit.steps,
@@ -262,7 +262,7 @@ def divide_by_unit_of_returns(samples: Samples, credit: Credit, run: RunState) -
     returns = run.critic.returns
     if returns.varies:
         run = run._replace(largest_unit=max(run.largest_unit, returns.unit))
-    result = in_units(Advantages(credit.advantages), returns, run.largest_unit)
+    result = divide_by_unit(Advantages(credit.advantages), returns, run.largest_unit)
     return credit._replace(advantages=result.advantages, unit=credit.unit * result.unit), run
 
 
@@ -306,7 +306,7 @@ def fit_to_rollout(
     summaries = read_by_critic(components, samples.sequences, critic.summary)
     # micro-batches have their own order
     order = torch.cat(micro_batches(components.args, samples.sequences)).to(credit.rewards.device)
-    added, state = fit_new(
+    added, state = fit_new_critic(
         critic,
         summaries,
         state,
@@ -320,7 +320,7 @@ def fit_to_rollout(
     return added[order.argsort()], state
 
 
-def fit_new(
+def fit_new_critic(
     critic: SideCritic,
     summaries: list[Tensor],
     state: CriticState,

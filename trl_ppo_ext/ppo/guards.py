@@ -34,8 +34,10 @@ class NonFiniteError(RuntimeError):
 def report_nonfinite(
     tokens: TokenScores, valid: Tensor, all_sum: Reduction, rank: int, step: int | None
 ) -> None:
-    """Log which scores are not finite, on all ranks; raise if no completion is finite, unless
-    `step` is `None`."""
+    """Count the scores that are not finite over all ranks, and log the counts on the first one.
+
+    In training, where `step` is not `None`, raise if no completion is finite.
+    """
     names = [name for name, x in tokens._asdict().items() if x is not None]
     rows = [~getattr(tokens, name).isfinite().all(1) for name in names]
     # one reduction that every rank reaches, so that all continue or stop together
@@ -103,9 +105,9 @@ class SamplerError(RuntimeError):
     """Raised when completions were not sampled from the policy."""
 
 
-def rounding(args: PPOConfig, dtype: torch.dtype) -> float:
-    """Nats per token that rounding explains in the mean of a rollout, of a sampler with the
-    policy's weights."""
+def rounding_tolerance(args: PPOConfig, dtype: torch.dtype) -> float:
+    """Largest mean difference of log-probs, in nats per token, that rounding explains between the
+    policy and a sampler with its weights."""
     in_32_bits = dtype == torch.float32 and not (args.bf16 or args.fp16)
     if in_32_bits:
         return ROUNDING
@@ -160,7 +162,7 @@ class SamplerComparison:
         self.removed = 1 - args.top_p
         self.removed_per_nat = sum(-1 / math.log(min(x, 0.999)) for x in rarest)
         if self.tolerance is None and args.repetition_penalty == 1:  # its effect has no such bound
-            self.tolerance = rounding(args, dtype)
+            self.tolerance = rounding_tolerance(args, dtype)
 
     def weights(
         self,

@@ -153,15 +153,15 @@ def log_critic(
     if not is_new:
         values = result.explains
         outcomes = result.outcomes
-        observed = result.observed
-        explained[""] = ppo_math.explained_variance(values, outcomes, observed, all_sum)
+        uncut = result.uncut
+        explained[""] = ppo_math.explained_variance(values, outcomes, uncut, all_sum)
         explained["_without_clock"] = explained_without_clock(
-            values, outcomes, place_numbers(places), observed, all_sum
+            values, outcomes, place_numbers(places), uncut, all_sum
         )
     for name, share in explained.items():
         metrics.mean(f"value/explained_variance{name}", share)
     if result.weights is not None:
-        counts = result.observed.any(1)
+        counts = result.uncut.any(1)
         for name, weights in zip(("critic", "group"), result.weights.unbind(1)):
             metrics.mean(f"value/weight_of_{name}", weights, counts)
 

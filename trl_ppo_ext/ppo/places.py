@@ -100,13 +100,13 @@ class Information(NamedTuple):
 def default_lambda(
     information: Information, places: Tensor, turns: Tensor, all_sum: Reduction = torch.clone
 ) -> tuple[float, float]:
-    """λ over a token, and over a turn.
+    """Default λ per token and per turn.
 
-    1 if scores tell most at last places: with a lower one, credit reaches the first tokens only
-    through the critic, after many rollouts. Otherwise the scores that follow a place are noise for
-    the credit of what came before it, and
-    the critic knows their mean: λ falls to `STEPWISE_LAMBDA` over a place, in equal parts over its
-    tokens.
+    Both are 1 unless most of the spread of scores lies before the last place. Then λ of a turn is
+    `STEPWISE_LAMBDA`, and λ of a token `STEPWISE_LAMBDA^(places / tokens)`, so that it has shrunk
+    by as much from one place to the next. With 1, credit for a score at the end reaches the first
+    tokens at once, not through the critic after many rollouts. With less, scores at later places,
+    of which the critic knows the mean, are less noise for what came before.
     """
     if not information.is_stepwise:
         return 1.0, 1.0

@@ -84,8 +84,8 @@ class Progress(NamedTuple):
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], run: RunState, device: torch.device
     ) -> "Progress":
-        """Build the value from its [`tensors`]; `run` has the numbers, which are in a file for all
-        ranks."""
+        """Build the value from its [`tensors`]; `run` comes from the JSON file that all ranks
+        share."""
         parts: dict[str, dict[str, Tensor]] = {}
         for key, x in tensors.items():
             part, _, name = key.partition(".")

@@ -28,7 +28,7 @@ from .guards import (
     SamplerComparison,
     log_differences,
     report_nonfinite,
-    rounding,
+    rounding_tolerance,
     stand_ins,
     warn_of_differences,
 )
@@ -193,7 +193,8 @@ class Rollout:
 class Components:
     """What a rollout is collected with: models, what samples, what scores, and settings.
 
-    Collecting changes none of them.
+    Collecting changes no weight and no statistic. Only the sampler's last adapters, and the
+    environments on loan, are replaced.
     """
 
     actor_critic: ActorCritic
@@ -400,7 +401,7 @@ def compare_with_sampler(
     logprobs = nn.utils.rnn.pad_sequence(sampled, batch_first=True).to(compared.device)
     if sampler is None:  # the policy itself
         differences = log_differences(tokens, logprobs, compared, metrics)
-        tolerance = rounding(components.args, components.actor_critic.dtype)
+        tolerance = rounding_tolerance(components.args, components.actor_critic.dtype)
         warn_of_differences(differences, compared, tolerance, components.all_sum)
         return None
     weights = sampler.weights(tokens, logprobs, compared, metrics, is_ahead)

@@ -128,8 +128,9 @@ def pooled_place(ids: list[int], pad_token_id: int | None) -> int:
     return max((place for place, token in enumerate(ids) if token != pad_token_id), default=0)
 
 
-def ends_no_row(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> int:
-    """A pad token that hides the end of no row."""
+def pad_token_for(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> int:
+    """A pad token that is the last token of no row: decoders read their score at the last token
+    that is not padding, and would skip it."""
     ends = {ids[-1] for ids in rows if ids}
     candidates = [tokenizer.pad_token_id, *range(len(ends) + 1)]
     return next(token for token in candidates if token is not None and token not in ends)
@@ -230,7 +231,7 @@ class ClassifierReward(SequenceScorer):
         if has_pad:
             pad_token_id = trained_with
         else:
-            pad_token_id = ends_no_row(rows, self.tokenizer)
+            pad_token_id = pad_token_for(rows, self.tokenizer)
         if self.is_decoder:
             side = "right"
         else:
@@ -322,7 +323,7 @@ class AdapterReward(SequenceScorer):
     @torch.no_grad()
     def _score(self, rows: list[list[int]]) -> Tensor:
         device = self.actor_critic.device
-        input_ids, mask = padded(rows, ends_no_row(rows, self.tokenizer), "right", device)
+        input_ids, mask = padded(rows, pad_token_for(rows, self.tokenizer), "right", device)
         places = torch.tensor([pooled_place(ids, self.pad_token_id) for ids in rows])
         places = places.to(device, non_blocking=True)
 

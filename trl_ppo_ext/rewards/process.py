@@ -13,10 +13,10 @@ from ..text import encode_chat, encode_marked, encode_text, protected
 from .model import (
     checked_label,
     context_length,
-    ends_no_row,
     frozen,
     is_decoder,
     load_tokenizer,
+    pad_token_for,
     padded,
 )
 from .scoring import RewardError, ScoringBatch
@@ -172,7 +172,7 @@ class ProcessScorer:
     def _score(self, rows: list[list[int]]) -> Tensor:
         """Reward at each token, `[rows, length]`."""
         device = self.model.get_input_embeddings().weight.device
-        input_ids, mask = padded(rows, ends_no_row(rows, self.tokenizer), "right", device)
+        input_ids, mask = padded(rows, pad_token_for(rows, self.tokenizer), "right", device)
         if is_decoder(self.model):
             without_cache = {"use_cache": False}
         else:

@@ -29,7 +29,7 @@ MOST_TURNS = 64  # of an episode, with the environment's
 
 
 def limited(text: str, longest: int) -> str:
-    """The beginning of a text, without keys."""
+    """The first characters of a text, with keys and passwords masked."""
     text = without_keys(text)
     cut = len(text) - longest
     if cut <= 0:

@@ -112,8 +112,8 @@ def test_only_the_critic_is_trained(pretrained):
     actor_critic = pretrained.trainer.actor_critic
     critic = pretrained.trainer.actor_critic.critic_parameters()
     for name, parameter in actor_critic.named_parameters():
-        of_critic = any(parameter is other for other in critic.values())
-        assert torch.equal(parameter, pretrained.before[name]) != of_critic, name
+        gae_with_critic = any(parameter is other for other in critic.values())
+        assert torch.equal(parameter, pretrained.before[name]) != gae_with_critic, name
     # two layers of seven projections
     assert len(critic) == (2 if pretrained.kind == "head" else 2 + 2 * 14)
 

@@ -11,11 +11,11 @@ from trl_ppo_ext.modeling.critics import Units
 from trl_ppo_ext.ppo.advantages import (
     Cuts,
     Discounts,
-    in_units,
-    of_critic,
-    of_groups,
-    of_objectives,
-    to_go,
+    divide_by_unit,
+    gae_with_critic,
+    group_advantages,
+    objective_advantages,
+    rewards_to_go,
 )
 from trl_ppo_ext.ppo.baseline import MEMORY, Groups
 from trl_ppo_ext.ppo_math import Moments
@@ -40,7 +40,7 @@ def with_lambdas(lam, lam_critic=None, gamma=0.9):
 
 def plain(rewards, outputs, discounts, seen=SEEN):
     """Values in the unit of the rewards, on which no baseline is fitted."""
-    return of_critic(rewards, outputs, STEPS, seen, is_normalized=False, discounts=discounts)
+    return gae_with_critic(rewards, outputs, STEPS, seen, is_normalized=False, discounts=discounts)
 
 
 def test_baseline_of_a_critic_that_fits_is_its_value():
@@ -49,21 +49,21 @@ def test_baseline_of_a_critic_that_fits_is_its_value():
     rewards = returns - 0.9 * torch.nn.functional.pad(returns[:, 1:], (0, 1))
     outputs = Units(3.0, 2.0).targets(returns)
     seen = Moments(1.0, 3.0, 4.0)
-    result, _ = of_critic(rewards, outputs, outputs > -99, seen, True, with_lambdas(1.0))
+    result, _ = gae_with_critic(rewards, outputs, outputs > -99, seen, True, with_lambdas(1.0))
     close(result.weights, torch.ones_like(result.weights))
     close(result.values, Units(3.0, 2.0).values(outputs))
     assert ppo_math.explained_variance(result.baseline, returns, outputs > -99) > 0.99
 
 
 def test_targets_are_returns_in_units_with_this_rollout():
-    result, seen = of_critic(REWARDS, OUTPUTS, STEPS, SEEN, True, with_lambdas(0.8))
+    result, seen = gae_with_critic(REWARDS, OUTPUTS, STEPS, SEEN, True, with_lambdas(0.8))
     assert seen == SEEN.add(monte_carlo(REWARDS), STEPS, torch.clone, MEMORY)
     close(Units.of(seen).values(result.targets)[STEPS], result.returns[STEPS])
     assert not result.targets[~STEPS].any()
 
 
 def test_new_critic_predicts_the_mean_of_its_first_returns():
-    result, seen = of_critic(
+    result, seen = gae_with_critic(
         REWARDS, torch.zeros_like(OUTPUTS), STEPS, Moments(), True, with_lambdas(1.0)
     )
     returns = monte_carlo(REWARDS)
@@ -106,14 +106,16 @@ def test_value_after_a_cut_stands_for_the_rest(is_normalized):
     cut = whole[:, :4]
     steps = torch.ones(1, 4, dtype=torch.bool)
     cuts = Cuts(torch.tensor([True]), Units(3.0, 2.0).targets(rest) if is_normalized else rest)
-    result, after = of_critic(cut, torch.zeros_like(cut), steps, SEEN, is_normalized, cuts=cuts)
+    result, after = gae_with_critic(
+        cut, torch.zeros_like(cut), steps, SEEN, is_normalized, cuts=cuts
+    )
     close(result.returns, whole.flip(1).cumsum(1).flip(1)[:, :4])
     # no value enters the unit
     assert after == pytest.approx(
         SEEN.add(cut.flip(1).cumsum(1).flip(1), steps, torch.clone, MEMORY)
     )
     not_cut = cuts._replace(is_cut=~cuts.is_cut)
-    ended, _ = of_critic(cut, torch.zeros_like(cut), steps, SEEN, is_normalized, cuts=not_cut)
+    ended, _ = gae_with_critic(cut, torch.zeros_like(cut), steps, SEEN, is_normalized, cuts=not_cut)
     close(ended.returns, cut.flip(1).cumsum(1).flip(1))
 
 
@@ -122,14 +124,14 @@ def test_completions_that_a_limit_cut_tell_nothing_of_a_critic():
     rewards, outputs = torch.randn(2, 16, 4, dtype=torch.float64)
     steps = torch.ones(16, 4, dtype=torch.bool)
     cuts = Cuts(torch.arange(16) < 8, torch.randn(16, dtype=torch.float64))
-    result, _ = of_critic(rewards, outputs, steps, SEEN, True, cuts=cuts)
-    assert torch.equal(result.observed.any(1), ~cuts.is_cut)
+    result, _ = gae_with_critic(rewards, outputs, steps, SEEN, True, cuts=cuts)
+    assert torch.equal(result.uncut.any(1), ~cuts.is_cut)
     close(result.outcomes, rewards.flip(1).cumsum(1).flip(1))
     # fewer that ended tell too little
-    few, _ = of_critic(
+    few, _ = gae_with_critic(
         rewards, outputs, steps, SEEN, True, cuts=cuts._replace(is_cut=torch.arange(16) < 9)
     )
-    assert few.observed.all()
+    assert few.uncut.all()
     close(few.outcomes, few.returns)
 
 
@@ -143,7 +145,7 @@ def test_exact_critic_of_cut_episodes_is_trusted():
     seen = Moments(20.0, 0.0, 80.0)
     cuts = Cuts(torch.ones(64).bool(), units.targets(after))
     for lam in (0.8, 1.0):
-        result, _ = of_critic(
+        result, _ = gae_with_critic(
             rewards, units.targets(exact), rewards > -99, seen, True, Discounts(0.9, lam, 1.0), cuts
         )
         close(result.returns, exact)
@@ -162,7 +164,7 @@ def test_critic_of_noise_explains_no_outcome(length, lam):
     noise = (
         torch.randn(64, length, generator=generator, dtype=torch.float64).cumsum(1) / length**0.5
     )
-    result, _ = of_critic(rewards, noise, steps, Moments(), True, Discounts(1.0, lam, lam))
+    result, _ = gae_with_critic(rewards, noise, steps, Moments(), True, Discounts(1.0, lam, lam))
     close(result.outcomes, scores.expand(64, length))
     explained = ppo_math.explained_variance(result.explains, result.outcomes, steps)
     assert -0.1 < explained <= 0.05 and result.weights.mean() < 0.2
@@ -180,8 +182,8 @@ def test_scaled_advantages_ignore_scale_and_shift_of_rewards(scale, shift):
         for rewards, outputs in zip(
             rollouts, (torch.zeros(64, 1, dtype=torch.float64), rollouts[0].roll(1, 0))
         ):
-            result, seen = of_critic(scale * rewards + shift, outputs, steps, seen, True)
-            results.append(in_units(result, seen))
+            result, seen = gae_with_critic(scale * rewards + shift, outputs, steps, seen, True)
+            results.append(divide_by_unit(result, seen))
         return results
 
     for plain, other in zip(learned(1.0, 0.0), learned(scale, shift)):
@@ -197,7 +199,7 @@ def test_critic_is_never_much_worse_than_a_constant(error):
     returns = torch.randn(256, 1, dtype=torch.float64)
     steps = torch.ones(256, 1, dtype=torch.bool)
     outputs = returns + error * torch.randn(256, 1, dtype=torch.float64)
-    result, _ = of_critic(returns, outputs, steps, Moments(1.0, 0.0, 1.0), True)
+    result, _ = gae_with_critic(returns, outputs, steps, Moments(1.0, 0.0, 1.0), True)
     best = error / (1 + error**2) ** 0.5  # least squares of returns with variance 1
     assert result.advantages.std().item() == pytest.approx(best, rel=0.15)
 
@@ -211,7 +213,7 @@ def test_scores_of_the_group_are_no_values(lam):
     steps = torch.ones(64, 20, dtype=torch.bool)
     clock = torch.arange(20, 0, -1).double().expand(64, 20)  # all that the critic knows
     results = [
-        of_critic(
+        gae_with_critic(
             rewards,
             clock,
             steps,
@@ -241,7 +243,7 @@ def test_explained_variance_ignores_a_shift_of_the_returns():
     explained = []
     for shift in (0.0, 1000.0):
         seen = Moments(1.0, shift, 1.0)
-        result, _ = of_critic(returns + shift, values, steps, seen, True)
+        result, _ = gae_with_critic(returns + shift, values, steps, seen, True)
         explained.append(
             ppo_math.explained_variance(result.explains, result.outcomes, steps).item()
         )
@@ -256,7 +258,7 @@ def test_values_that_are_bootstrapped_from_charge_no_end(completions):
     steps = torch.ones(completions, 10, dtype=torch.bool)
     to_go = torch.arange(10, 0, -1).double().expand(completions, 10)
     seen = Moments(1.0, 0.0, 1.0)
-    result, _ = of_critic(rewards, to_go, steps, seen, True, Discounts(1.0, 0.8, 1.0))
+    result, _ = gae_with_critic(rewards, to_go, steps, seen, True, Discounts(1.0, 0.8, 1.0))
     assert result.advantages.abs().max() < 0.6
 
 
@@ -271,7 +273,9 @@ def test_critic_of_noise_moves_nothing_if_returns_are_equal(lam):
     seen = Moments(1000.0, 0.9, 90.0)
     sizes = []
     for _ in range(10):
-        result, seen = of_critic(rewards, outputs, steps, seen, True, Discounts(1.0, lam, 1.0))
+        result, seen = gae_with_critic(
+            rewards, outputs, steps, seen, True, Discounts(1.0, lam, 1.0)
+        )
         assert not result.weights.any()
         sizes.append((result.advantages**2).mean().sqrt().item())
     # earlier rollouts take part in the mean as eight completions of 72
@@ -285,8 +289,8 @@ def test_single_surprising_return_moves_the_policy():
     signs = []
     for score in (0.0, 1.0, 1.0, 0.0):
         rewards = torch.tensor([[0.0, 0.0, 0.0, score]])
-        result, seen = of_critic(rewards, torch.zeros(1, 4), steps, seen, True)
-        signs.append(in_units(result, seen).advantages.sign().unique().item())
+        result, seen = gae_with_critic(rewards, torch.zeros(1, 4), steps, seen, True)
+        signs.append(divide_by_unit(result, seen).advantages.sign().unique().item())
     assert signs == [0, 1, 1, -1]
 
 
@@ -313,7 +317,7 @@ def test_final_score_reaches_the_first_token_in_two_rollouts(length):
         outputs = torch.zeros(64, length)
         credit = []
         for _ in range(rollouts):
-            result, seen = of_critic(rewards, outputs, steps, seen, True, discounts)
+            result, seen = gae_with_critic(rewards, outputs, steps, seen, True, discounts)
             credit.append(result.advantages[0, 0].item())
             first = result.targets[:, :1].mean(0, keepdim=True).expand(64, 1)
             outputs = torch.cat([first, result.targets[:, 1:]], 1)
@@ -326,14 +330,14 @@ def test_final_score_reaches_the_first_token_in_two_rollouts(length):
 
 
 def test_rewards_to_go_are_monte_carlo_returns():
-    close(to_go(REWARDS, STEPS, 0.9).advantages[STEPS], monte_carlo(REWARDS)[STEPS])
+    close(rewards_to_go(REWARDS, STEPS, 0.9).advantages[STEPS], monte_carlo(REWARDS)[STEPS])
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 def test_groups_that_span_ranks_equal_groups_of_one_process(name):
     rewards = torch.randn(4, 3)
     usable = torch.tensor([True, True, True, False])
-    whole = of_groups(name, rewards, usable, 4).advantages
+    whole = group_advantages(name, rewards, usable, 4).advantages
 
     def gather(own):
         if own.dtype == torch.bool:
@@ -341,7 +345,7 @@ def test_groups_that_span_ranks_equal_groups_of_one_process(name):
         return rewards.sum(1)
 
     parts = [
-        of_groups(name, rewards[i : i + 2], usable[i : i + 2], 4, gather, i // 2).advantages
+        group_advantages(name, rewards[i : i + 2], usable[i : i + 2], 4, gather, i // 2).advantages
         for i in (0, 2)
     ]
     close(torch.cat(parts), whole)
@@ -362,15 +366,15 @@ def test_objectives_are_normalized_apart_as_in_trl():
     totals = np.nansum(each.reshape(8, 2) * weights, axis=1)
     totals[np.isnan(rewards).all(1)] = np.nan
     expected = np.nan_to_num((totals - np.nanmean(totals)) / (np.nanstd(totals, ddof=1) + 1e-4))
-    result = of_objectives(SCORES, weights, SCORED, Groups(4)).advantages
+    result = objective_advantages(SCORES, weights, SCORED, Groups(4)).advantages
     close(result, torch.as_tensor(expected)[:, None])
     assert not torch.allclose(
-        result, of_objectives(SCORES, None, SCORED, Groups(4)).advantages, atol=0.1
+        result, objective_advantages(SCORES, None, SCORED, Groups(4)).advantages, atol=0.1
     )
     # two rows per rank: groups span ranks
     gather = {2: SCORES, 1: SCORED}
     parts = [
-        of_objectives(
+        objective_advantages(
             SCORES[i : i + 2],
             weights,
             SCORED[i : i + 2],
@@ -385,8 +389,8 @@ def test_one_objective_is_grpo_whitened_over_the_batch():
     # row 3 is excluded though it has a score
     usable = SCORED & torch.tensor([1, 1, 1, 0, 1, 1, 1, 1]).bool()
     usable[1] = False
-    result = of_objectives(SCORES[:, :1], None, usable, Groups(4)).advantages
-    of_sum = of_groups("grpo", SCORES[:, :1].nan_to_num(), usable, 4).advantages[:, 0]
+    result = objective_advantages(SCORES[:, :1], None, usable, Groups(4)).advantages
+    of_sum = group_advantages("grpo", SCORES[:, :1].nan_to_num(), usable, 4).advantages[:, 0]
     close(result[:, 0], ppo_math.grpo_advantages(of_sum, usable, 8))
     assert result[~usable].abs().max() == 0 and of_sum.std() > 0.5
     close(result[:, 0] * of_sum[usable].std(), of_sum, rtol=1e-3, atol=1e-6)
@@ -395,7 +399,7 @@ def test_one_objective_is_grpo_whitened_over_the_batch():
 def test_reinforce_has_no_baseline():
     usable = torch.tensor([True, False, True])
     assert (
-        of_groups("reinforce", REWARDS, usable, 1).advantages[:, 0].tolist()
+        group_advantages("reinforce", REWARDS, usable, 1).advantages[:, 0].tolist()
         == (REWARDS.sum(1) * usable).tolist()
     )
 

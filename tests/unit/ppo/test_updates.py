@@ -466,8 +466,8 @@ def test_policy_mask_hides_tokens_from_the_policy_only(build, aggregation):
     loss, _ = loss_of(scores, masked)
     of_policy, _ = loss_of(scores._replace(values=None), replace(batch, response_mask=policy_mask))
     blank = replace(batch, advantages=0 * batch.advantages, kl_coef=0.0)
-    of_critic, _ = loss_of(scores._replace(entropies=None), blank)
-    close(loss, of_policy + of_critic)
+    gae_with_critic, _ = loss_of(scores._replace(entropies=None), blank)
+    close(loss, of_policy + gae_with_critic)
 
     updates.start(masked, 0)
     for step in updates.rows:
