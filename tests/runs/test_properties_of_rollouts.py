@@ -18,6 +18,7 @@ from trl_ppo_ext.batch_plan import BatchPlan, factor_of
 from trl_ppo_ext.data import RolloutSampler
 from trl_ppo_ext.ppo.advantages import Discounts, divide_by_unit, gae_with_critic, group_advantages
 from trl_ppo_ext.ppo.metrics import Metrics
+from trl_ppo_ext.ppo.progress import RolloutInProgress
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.updates import Updates
 from trl_ppo_ext.ppo_math import (
@@ -192,7 +193,7 @@ def test_every_row_comes_once_per_epoch_also_when_resumed(plan, seed, data):
     updates.start(rollout_of(size, seed), 0)
     start = data.draw(st.integers(1, plan.optimizer_steps))
     updates.stopped_early = data.draw(st.booleans())
-    saved = updates.state_dict(start)
+    unfinished = updates.in_progress(start)
     whole = list(updates.micro_batches)
     assert len(whole) == plan.micro_steps
     seen = [batch.rollout.sequences.completion_ids[:, 0].sub(1).tolist() for batch in whole]
@@ -206,10 +207,11 @@ def test_every_row_comes_once_per_epoch_also_when_resumed(plan, seed, data):
         for _ in range(plan.gradient_accumulation_steps)
     ]
     if start == plan.optimizer_steps:  # between two rollouts
-        assert not saved
+        assert unfinished is None
         return
     resumed = updates_of(plan)
-    resumed.load_state_dict(saved, start)
+    saved = unfinished.tensors()
+    resumed.resume(RolloutInProgress.from_tensors(saved, "cpu"), start)
     assert resumed.stopped_early == updates.stopped_early
     rest = list(resumed.micro_batches)
     done = start * plan.gradient_accumulation_steps

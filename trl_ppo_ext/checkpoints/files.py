@@ -29,7 +29,6 @@ from ..modeling.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CRITIC_FOLDER,
-    KIND,
     STATE,
     VALUE_HEAD,
     digest_of_weights,
@@ -101,7 +100,7 @@ def save_critic(
             for name, moments in state.to_json().items()
             if head.is_normalized or name == "rewards"
         }
-        write_weights(tensors | units, os.path.join(output_dir, VALUE_HEAD), {KIND: head.kind})
+        write_weights(tensors | units, os.path.join(output_dir, VALUE_HEAD), head.kind)
     if actor_critic.critic_adapter is not None:
         folder = os.path.join(output_dir, CRITIC_FOLDER)
         save_adapter(

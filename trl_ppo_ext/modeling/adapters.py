@@ -294,12 +294,12 @@ def read_critic(
     return {"bias": torch.zeros(1)} | head, reward
 
 
-def write_weights(
-    tensors: dict[str, Tensor], path: str, about: dict[str, str] | None = None
-) -> None:
-    """Write tensors as safetensors; `about` are texts in the file's header."""
+def write_weights(tensors: dict[str, Tensor], path: str, kind: str | None = None) -> None:
+    """Write tensors as safetensors, of a critic with its kind in the file's header."""
     contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    save_file(contiguous, path, metadata={"format": "pt"} | (about or {}))
+    # one entry: safetensors writes several in any order, and equal files would differ
+    header = {"format": "pt"} if kind is None else {KIND: kind}
+    save_file(contiguous, path, metadata=header)
 
 
 def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[str, Tensor]) -> None:
