@@ -124,6 +124,26 @@ def test_environment_runs_recorded_turns_again_for_its_state(tmp_path):
     assert messages_of(again.play(rows, [0], 0)) == messages_of(episodes)
 
 
+class Secretive(Dice):
+    """Environment with a text that critic or reference reads."""
+
+    def privileged_state(self):
+        asked.append("state")
+        return "seven"
+
+
+def test_recorded_privileged_state_is_not_asked_again(tmp_path):
+    """It changes no state, so the environment is not run for it, as it is for its turns."""
+    turns = {"Q": [call("roll", key="1"), "done"]}
+    rows = rows_of("Q")
+    shown = {"reference_prompt": "privileged_state"}
+    asked.clear()
+    for _ in range(2):
+        player = recording(tmp_path, turns, rows, factory=Secretive, **shown)
+        [episode] = player.play(rows, [0], 0)
+        assert episode.other_prompts and asked.count("state") == 1
+
+
 def rewards_of(player, rows):
     episodes = player.play(rows, [0], 0)
     batch = ScoringBatch(["Q"], [""], [x.completion_ids for x in episodes], episodes=episodes)
