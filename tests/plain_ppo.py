@@ -2,20 +2,25 @@
 its tests.
 
 Everything is float64, one completion at a time: no padding, no batches, nothing of the package.
-[`Settings`] has the fields of `PPOConfig` and their defaults. An iteration takes completions that
-the policy sampled, with their scores:
+[`Settings`] has the names and defaults of `PPOConfig`. An iteration takes completions that the
+policy sampled, and their scores:
 
 1. Forward: log-probs under policy and reference, the KL of each token, the critic's predictions.
 2. Rewards per token: those of the completion, minus the KL penalty.
-3. Advantages: GAE with a critic, in units of the returns; without one, the completions of a prompt
-are compared.
-4. Loss: clipped policy loss, value loss, KL, entropy.
-5. Stop once the policy has moved too far from the one that sampled. Otherwise
-6. take an Adam step, and go on with 4., for the minibatches of `num_ppo_epochs`. Then measure how
-far it has moved.
-7. Steer the coefficients of KL and entropy for the next iteration.
+3. Advantages: with a critic, GAE in units of the returns. Without one, each completion is compared
+   with the others of its prompt.
 
-[`iterate`] has these steps in this order; the functions above it fill them in.
+Steps 4 to 6 are repeated for each minibatch of each of `num_ppo_epochs` epochs:
+
+4. Early stop: take no further step if the policy has moved too far from the one that sampled.
+5. Loss: clipped policy loss, value loss, KL, entropy.
+6. Optimizer step: clip the gradient, and apply Adam.
+
+After the last of them, the distance from the policy that sampled is measured.
+
+7. Steering: change the KL coefficient of the next iteration.
+
+[`iterate`] takes these steps in this order. The functions above it compute them.
 """
 
 import math
@@ -27,75 +32,99 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+PerToken = list[float]  # one number for each sampled token of a completion
+PerParameter = dict[str, Tensor]  # one tensor for each trained parameter, under its name
+Metrics = dict[str, float]
+
+WAVES = 16  # number of inputs that encode the position of a token
+
 
 @dataclass
 class Settings:
-    """Hyperparameters, with the names and the defaults that they have in `PPOConfig`."""
+    """Hyperparameters, with the names and the defaults that they have in `PPOConfig`.
+
+    A field of None gets a default that depends on the others, or its feature is off.
+    """
 
     temperature: float = 1.0
-    missing_eos_penalty: float | None = None  # subtracted from the score of a truncated completion
-    # the others are compared with them, but only a critic learns from them
+    # A truncated completion loses this much of its score.
+    missing_eos_penalty: float | None = None
+    # Truncated completions are compared with the others, but only the critic learns from them.
     mask_truncated_completions: bool = False
     whiten_rewards: bool = False
-    kl_estimator: str = "k1"
+
+    kl_estimator: str = "k1"  # or "k2", "k3", "exact"
     kl_placement: str = "reward"  # or "loss", or "both"
     kl_coef: float = 0.0
-    kl_target: float | None = None  # steers `kl_coef`
+    kl_target: float | None = None  # KL per completion to which `kl_coef` is steered
     kl_horizon: int = 10_000
+
     critic: str = "side"  # or "head", "adapter", "none"
-    # by default with a critic: it predicts in units of the returns
+    # The critic predicts in units of the returns. This is the default with any critic.
     normalize_values: bool | None = None
-    # without a critic: "grpo" by default, "dr_grpo", "rloo", "reinforce", "rebn"
+    # "gae" with a critic. Without one "grpo" by default, or "dr_grpo", "rloo", "reinforce", "rebn".
     advantage_estimator: str | None = None
     num_generations: int = 1  # completions per prompt
     gamma: float = 1.0
-    lam: float | None = None  # see `default_lambda`
+    lam: float | None = None  # λ of the policy's advantages; `default_lambda` if None
     lam_critic: float = 1.0  # λ of the critic's targets
-    lam_length_alpha: float | None = None  # the policy's λ grows with the length
-    # by default for "rebn", and with a critic that has no units
+    # The policy's λ grows with the length of a completion: 1 − 1 / (`lam_length_alpha` · length).
+    lam_length_alpha: float | None = None
+    # By default True for "rebn", and for a critic whose values are not normalized.
     whiten_advantages: bool | None = None
-    # by default a probability changes by a factor of 2 at most: 0.5, 1.0, and a dual clip of 2
+
+    # By default a token's probability changes at most by a factor of 2: `cliprange` is 0.5,
+    # `cliprange_high` 1.0 and `dual_clip` 2.0. If `cliprange` is set, `cliprange_high` equals it by
+    # default, and there is no dual clip.
     cliprange: float | None = None
-    cliprange_high: float | None = None  # `cliprange` by default, if that is set
+    cliprange_high: float | None = None
     dual_clip: float | None = None
     importance_sampling_level: str = "token"  # or "sequence": one ratio per completion
-    cliprange_value: float | None = None  # in units of the values
+    cliprange_value: float | None = None  # in units of the critic's predictions
     vf_coef: float = 0.5
     entropy_coef: float = 0.0
-    loss_aggregation: str | None = None  # by default that of the estimator's paper
+    loss_aggregation: str | None = None  # by default that of the paper of the advantage estimator
     max_completion_length: int = 256
+
     num_ppo_epochs: int = 1
     target_kl: float | None = 0.3
     learning_rate: float = 5e-5  # falls linearly to 0 over `max_steps`
-    # by default 1e-3 for the side network, else `learning_rate`
+    # By default 1e-3 for the side network and `learning_rate` for other critics.
     critic_learning_rate: float | None = None
     max_steps: int = -1
     adam_epsilon: float = 1e-8
     weight_decay: float = 0.0
-    max_grad_norm: float = 1.0  # of policy and critic, each by itself; 0: unclipped
+    # The gradients of policy and critic are clipped separately. 0 disables clipping.
+    max_grad_norm: float = 1.0
 
     def __post_init__(self):
-        with_critic = self.critic != "none"
-        self.advantage_estimator = self.advantage_estimator or ("gae" if with_critic else "grpo")
-        papers = {
-            "grpo": "sequence_mean",
-            "dr_grpo": "constant",
-            "rloo": "sequence_sum",
-            "reinforce": "sequence_sum",
-        }
-        self.loss_aggregation = self.loss_aggregation or papers.get(
-            self.advantage_estimator, "token"
-        )
+        has_critic = self.critic != "none"
+        if self.advantage_estimator is None:
+            if has_critic:
+                self.advantage_estimator = "gae"
+            else:
+                self.advantage_estimator = "grpo"
+        if self.loss_aggregation is None:
+            aggregations = {
+                "grpo": "sequence_mean",
+                "dr_grpo": "constant",
+                "rloo": "sequence_sum",
+                "reinforce": "sequence_sum",
+            }
+            self.loss_aggregation = aggregations.get(self.advantage_estimator, "token")
         if self.normalize_values is None:
-            self.normalize_values = with_critic
+            self.normalize_values = has_critic
         if self.whiten_advantages is None:
-            plain_critic = with_critic and not self.normalize_values
-            self.whiten_advantages = plain_critic or self.advantage_estimator == "rebn"
+            has_plain_values = has_critic and not self.normalize_values
+            self.whiten_advantages = has_plain_values or self.advantage_estimator == "rebn"
         if self.cliprange is None:
             self.cliprange = 0.5
-            self.cliprange_high = 1.0 if self.cliprange_high is None else self.cliprange_high
-            self.dual_clip = 2.0 if self.dual_clip is None else self.dual_clip
-        self.cliprange_high = self.cliprange if self.cliprange_high is None else self.cliprange_high
+            if self.cliprange_high is None:
+                self.cliprange_high = 1.0
+            if self.dual_clip is None:
+                self.dual_clip = 2.0
+        if self.cliprange_high is None:
+            self.cliprange_high = self.cliprange
         if self.critic_learning_rate is None:
             if self.critic == "side":
                 self.critic_learning_rate = 1e-3
@@ -104,34 +133,49 @@ class Settings:
 
 
 class Recent:
-    """Numbers of every rollout so far; together, earlier ones weigh at most as much as 8 average
-    completions."""
+    """Weighted numbers of all rollouts so far.
+
+    Each number of the newest rollout weighs 1. All earlier ones together weigh at most as much as 8
+    average completions of the newest.
+    """
 
     def __init__(self):
-        self.weighted: list[tuple[float, float]] = []  # weight of each number
+        self.weighted = []  # pairs of a weight and a number
 
     def add(self, rollout: list[float], completions: int) -> None:
-        before = sum(weight for weight, _ in self.weighted)
+        """Add the numbers of a rollout of so many completions."""
+        before = self.count()
         if before:
-            kept = min(1.0, 8 * len(rollout) / completions / before)
+            most = 8 * len(rollout) / completions
+            kept = min(1.0, most / before)
         else:
             kept = 1.0
-        self.weighted = [(kept * weight, x) for weight, x in self.weighted] + [
-            (1.0, x) for x in rollout
-        ]
+        earlier = [(kept * weight, x) for weight, x in self.weighted]
+        newest = [(1.0, x) for x in rollout]
+        self.weighted = earlier + newest
 
-    def moments(self) -> tuple[float, float, float]:
-        """Total weight, mean and sum of squared deviations."""
-        count = sum(weight for weight, _ in self.weighted)
-        mean = sum(weight * x for weight, x in self.weighted) / count
-        return count, mean, sum(weight * (x - mean) ** 2 for weight, x in self.weighted)
+    def count(self) -> float:
+        """Sum of the weights."""
+        return sum(weight for weight, _ in self.weighted)
+
+    def mean(self) -> float:
+        return sum(weight * x for weight, x in self.weighted) / self.count()
+
+    def deviation(self) -> float:
+        """Standard deviation, or 1 if all numbers are equal."""
+        mean = self.mean()
+        squares = sum(weight * (x - mean) ** 2 for weight, x in self.weighted)
+        if squares == 0:
+            return 1.0
+        # A deviation below the rounding of the numbers would be noise.
+        return max(math.sqrt(squares / self.count()), 1e-4 * abs(mean))
 
 
 class Units:
     """Mean and deviation of recent Monte Carlo returns: a value is mean + deviation · prediction.
 
-    The critic does not know them. A new one predicts 0, and so the mean return of its first
-    rollout.
+    The critic does not read them. A new critic predicts 0, so its values are the mean return of its
+    first rollout.
     """
 
     def __init__(self):
@@ -140,25 +184,26 @@ class Units:
         self.deviation = 1.0
 
     def begin_rollout(self, outcomes: list[float], completions: int) -> None:
-        """Before values are read; `outcomes` are the rewards after each token."""
-        before = self.returns.weighted
-        if len({x for _, x in before}) < 2:
+        """Set the units in which the predictions for a new rollout are read.
+
+        They are the units of earlier returns. Equal earlier returns have no deviation. Then the
+        returns of the new rollout are added, but only `end_rollout` records them.
+        """
+        earlier = self.returns.weighted
+        distinct = {x for _, x in earlier}
+        if len(distinct) < 2:
             self._move(outcomes, completions)
-            self.returns.weighted = before
+            self.returns.weighted = earlier
 
     def end_rollout(self, outcomes: list[float], completions: int) -> float:
-        """Before the critic learns; returns the new deviation."""
+        """Record the returns before the critic learns; return the new deviation."""
         self._move(outcomes, completions)
         return self.deviation
 
     def _move(self, returns: list[float], completions: int) -> None:
         self.returns.add(returns, completions)
-        count, self.mean, squares = self.returns.moments()
-        # equal returns have no unit, and one below the rounding of returns would be noise
-        if squares:
-            self.deviation = max(math.sqrt(squares / count), 1e-4 * abs(self.mean))
-        else:
-            self.deviation = 1.0
+        self.mean = self.returns.mean()
+        self.deviation = self.returns.deviation()
 
     def value(self, prediction: float) -> float:
         return self.mean + self.deviation * prediction
@@ -168,10 +213,10 @@ class Units:
 
 
 class SideNetwork(nn.Module):
-    """Gated network on [`side_inputs`], one number per token; nothing flows back into the policy.
+    """Gated network on [`side_inputs`], which returns one number per token.
 
-    The inputs are scaled, as if there were 256 at any size of the policy: so a step of Adam moves
-    it as far.
+    Its gradient does not reach the policy. Inputs are scaled as if there were 256 of them. So the
+    size of the policy does not matter for how far an Adam step moves the output.
     """
 
     def __init__(self, first: nn.Linear, output: nn.Linear):
@@ -180,29 +225,35 @@ class SideNetwork(nn.Module):
         self.output = output
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.first(256 / x.shape[-1] * x).chunk(2, -1)
-        return self.output(gate * gate.sigmoid() * up)
+        scaled = 256 / x.shape[-1] * x
+        gate, up = self.first(scaled).chunk(2, -1)
+        swish = gate * gate.sigmoid()
+        return self.output(swish * up)
 
 
 @dataclass
 class Models:
-    """A policy, the reference it is kept close to, and the critic; with what they leave to the
-    next iteration."""
+    """Policy, reference and critic, and the state that is kept between iterations."""
 
     policy: nn.Module  # a causal language model
-    reference: nn.Module
+    reference: nn.Module  # the model that the KL penalty keeps the policy close to
     value_head: nn.Module | None  # a linear layer on last hidden states, or a `SideNetwork`
-    # a causal language model whose states the value head reads; or the policy's
+    # A causal language model whose states the value head reads. None: the policy.
     critic_body: nn.Module | None = None
-    moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of Adam
+
     steps: int = 0  # optimizer steps taken
-    units: Units = field(default_factory=Units)  # of the value head
-    # in whose units the side network reads rewards
+    first_moments: PerParameter = field(default_factory=dict)  # of Adam
+    second_moments: PerParameter = field(default_factory=dict)
+    units: Units = field(default_factory=Units)  # units of the value head's predictions
+    # The side network reads earlier rewards in units of these.
     token_scores: Recent = field(default_factory=Recent)
-    first_fit: Tensor | None = None  # weights of what `seen_first` has
-    told_earlier: float = 0.0  # squares of scores around what is usual, before last tokens
-    told_last: float = 0.0
-    largest_unit: float = 0.0  # of the returns of a rollout
+    # Weights on the inputs of `seen_first`, whose output is added to the side network's.
+    first_fit: Tensor | None = None
+    # `default_lambda` compares these sums over the run. They are squared distances of scores from
+    # the usual score at their position, at last tokens of completions and at all tokens before.
+    squares_before_last: float = 0.0
+    squares_at_last: float = 0.0
+    largest_unit: float = 0.0  # the largest deviation of returns so far
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, which begins with "policy" for those of the policy."""
@@ -211,523 +262,801 @@ class Models:
             "value_head": self.value_head,
             "critic_body": self.critic_body,
         }
-        named = {
-            f"{role}.{name}": x
-            for role, module in modules.items()
-            if module
-            for name, x in module.named_parameters()
-        }
-        return {name: x for name, x in named.items() if x.requires_grad}
+        trained = {}
+        for role, module in modules.items():
+            if module is None:
+                continue
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    trained[f"{role}.{name}"] = parameter
+        return trained
 
 
 @dataclass
 class Sample:
-    """A sampled completion; the second half is filled in by [`collect`], and constant over the
-    epochs."""
+    """A sampled completion, and the results of [`collect`], which are constant over the epochs."""
 
     prompt: list[int]
     ids: list[int]  # sampled tokens, EOS included
-    score: float | None  # None: its reward failed, and it is skipped
+    score: float | None  # None if the reward failed; then the completion is skipped
     truncated: bool  # ended at the maximum length, not at EOS
-    token_scores: list[float] = field(
-        default_factory=list
-    )  # rewards of the tokens, besides the score; none by default
+    # Rewards of single tokens in addition to the score. Without any, `__post_init__` sets zeros.
+    token_scores: PerToken = field(default_factory=list)
 
-    # mean reward per token so far, as the side network reads it
-    earned: list[float] = field(default_factory=list)
-    reference: Tensor | None = None  # [response, vocabulary], log-probs under the reference
-    old: "Outputs | None" = None  # under the policy that sampled
-    # False: excluded from the policy's loss and from whitening; a critic learns if it has a score
+    # `collect` sets the fields below.
+    earned: PerToken = field(default_factory=list)  # see `earned_rewards`
+    reference: Tensor | None = None  # log-probs under the reference, [response, vocabulary]
+    old: "Outputs | None" = None  # outputs of the models that sampled
+    # False: excluded from the policy's loss and from whitening. The critic learns from every
+    # completion that has a score.
     learn: bool = True
-    rewards: list[float] = field(default_factory=list)
-    # of the critic when the completion was sampled
-    values: list[float] = field(default_factory=list)
-    baseline: list[float] = field(default_factory=list)  # what is subtracted from returns
-    # what it says of outcomes around their mean
-    explains: list[float] = field(default_factory=list)
-    advantages: list[float] = field(default_factory=list)
-    returns: list[float] = field(default_factory=list)  # targets of the critic
-    outcomes: list[float] = field(default_factory=list)  # Monte Carlo returns
-    unit: float = 1.0  # of the advantages, in that of the scores; a KL in the loss has the same
-    entropy_unit: float = 1.0  # size of the rollout's advantages, which an entropy bonus has too
+    rewards: PerToken = field(default_factory=list)
+    values: PerToken = field(default_factory=list)  # predictions as values, before any update
+    baseline: PerToken = field(default_factory=list)  # subtracted from the returns
+    # The part of the baseline that varies with the values. Only tests read it.
+    explains: PerToken = field(default_factory=list)
+    advantages: PerToken = field(default_factory=list)
+    returns: PerToken = field(default_factory=list)  # targets of the critic
+    outcomes: PerToken = field(default_factory=list)  # Monte Carlo returns
+    # An advantage of 1 is this much score. A KL penalty in the loss is divided by it.
+    unit: float = 1.0
+    # Root mean square of the rollout's advantages. The entropy bonus is multiplied by it.
+    entropy_unit: float = 1.0
 
     def __post_init__(self):
-        self.token_scores = self.token_scores or [0.0] * len(self.ids)
+        if not self.token_scores:
+            self.token_scores = [0.0] * len(self.ids)
 
-    def scores_at_tokens(self) -> list[float]:
-        """Rewards without a KL penalty."""
-        return [*self.token_scores[:-1], self.token_scores[-1] + (self.score or 0.0)]
+    def scores_at_tokens(self) -> PerToken:
+        """Rewards without a KL penalty: the score is added at the last token."""
+        *before, last = self.token_scores
+        return [*before, last + (self.score or 0.0)]
 
 
 class Outputs(NamedTuple):
-    """One number per sampled token."""
+    """Results of a forward, one number per sampled token."""
 
     logprobs: Tensor
     entropies: Tensor
     kl: Tensor  # KL from the reference by the chosen estimator
-    k1: Tensor
-    predictions: Tensor | None  # of the critic, in its units
-    seen: Tensor | None = None  # [response, inputs] of the first fit
+    k1: Tensor  # the same by k1
+    predictions: Tensor | None  # outputs of the critic, before `Units` make them values
+    fit_inputs: Tensor | None = None  # inputs of the first fit, [response, inputs]
 
 
 # 1. ---- forward
 
 
-def earned_rewards(sample: Sample, recent: Recent) -> list[float]:
-    """Mean reward of the tokens before each one, in units of earlier rollouts; 0 while there are
-    none."""
+def earned_rewards(sample: Sample, recent: Recent) -> PerToken:
+    """Mean reward of the tokens before each one, in units of earlier rollouts.
+
+    In the first rollout, which has no units yet, it is 0.
+    """
     if not recent.weighted:
         return [0.0] * len(sample.ids)
-    count, mean, squares = recent.moments()
-    if squares:
-        deviation = max(math.sqrt(squares / count), 1e-4 * abs(mean))
-    else:
-        deviation = 1.0
+    mean = recent.mean()
+    deviation = recent.deviation()
     standardized = [(x - mean) / deviation for x in sample.scores_at_tokens()]
-    means = [0.0, *(statistics.mean(standardized[:t]) for t in range(1, len(standardized)))]
-    return [max(-5.0, min(5.0, x)) for x in means]
+    earned = [0.0]
+    for t in range(1, len(standardized)):
+        mean_before = statistics.mean(standardized[:t])
+        earned.append(max(-5.0, min(5.0, mean_before)))
+    return earned
 
 
-def waves(length: int, s: Settings) -> Tensor:
-    """The positions up to a length: cos(π·k·t / `max_completion_length`) for k from 0 to 15."""
-    parts = [
-        [math.cos(math.pi * k * t / s.max_completion_length) for k in range(16)]
-        for t in range(length)
-    ]
-    return torch.tensor(parts, dtype=torch.float64)
+def waves(length: int, settings: Settings) -> Tensor:
+    """Encode positions t below a length: cos(π·k·t / `max_completion_length`) for k of 0 to 15."""
+    longest = settings.max_completion_length
+    rows = []
+    for t in range(length):
+        row = []
+        for k in range(WAVES):
+            row.append(math.cos(math.pi * k * t / longest))
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.float64)
 
 
-def side_inputs(states: list[Tensor], earned: list[float], s: Settings) -> Tensor:
-    """States after each quarter of the layers, the position in the completion, and the rewards so
-    far.
-
-    All have about the same length.
-    """
+def side_inputs(
+    states: list[Tensor],
+    earned: PerToken,
+    settings: Settings,
+) -> Tensor:
+    """Inputs of the side network: states after each quarter of the layers, the position in the
+    completion, and the rewards so far."""
     size = states[-1].shape[-1]
+    last = len(states) - 1
+    layers = sorted({round(last * quarter / 4) for quarter in (1, 2, 3, 4)})
     epsilon = 2.0**-23
-    layers = sorted({round((len(states) - 1) * quarter / 4) for quarter in (1, 2, 3, 4)})
-    parts = [
-        x / ((x**2).mean(-1, keepdim=True) + epsilon).sqrt()
-        for x in (states[layer].detach() for layer in layers)
-    ]
-    positions = torch.nn.functional.pad(waves(len(earned), s), (0, size - 16))
+    parts = []
+    for layer in layers:
+        state = states[layer].detach()
+        mean_square = (state**2).mean(-1, keepdim=True)
+        parts.append(state / (mean_square + epsilon).sqrt())
+    # Positions and rewards are scaled to about the norm of a state, which grows with its size.
+    scale = math.sqrt(size / 16)
+    positions = waves(len(earned), settings)
+    positions = torch.nn.functional.pad(positions, (0, size - WAVES))
     rewards = torch.tensor(earned, dtype=torch.float64)[:, None]
-    return torch.cat([*parts, math.sqrt(size / 16) * positions, math.sqrt(size / 16) * rewards], -1)
+    return torch.cat([*parts, scale * positions, scale * rewards], -1)
 
 
-def seen_first(inputs: Tensor, s: Settings) -> Tensor:
-    """What the first fit reads: 256 fixed random directions of the side network's inputs, and
-    the position."""
-    directions = torch.randn(
-        256, inputs.shape[1], generator=torch.Generator().manual_seed(0)
-    ).double()
-    return torch.cat([inputs @ directions.T, waves(len(inputs), s)], 1)
+def seen_first(inputs: Tensor, settings: Settings) -> Tensor:
+    """Inputs of the first fit: 256 fixed random directions of the side network's inputs, and the
+    position."""
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(256, inputs.shape[1], generator=generator).double()
+    projected = inputs @ directions.T
+    return torch.cat([projected, waves(len(inputs), settings)], 1)
 
 
-def forward(models: Models, sample: Sample, s: Settings) -> Outputs:
+def forward(
+    models: Models,
+    sample: Sample,
+    settings: Settings,
+) -> Outputs:
     """Log-probs, entropies, KL and predicted values of a completion."""
     ids = torch.tensor([sample.prompt + sample.ids])
     tokens = torch.tensor(sample.ids)[:, None]
-    # logits and values at a position belong to the next token: the first sampled one has them at
-    # the prompt's end
+    # Logits and values at a position belong to the next token. So those of the first sampled token
+    # are found at the last token of the prompt.
     response = slice(len(sample.prompt) - 1, -1)
+
+    # The reference does not change, so one forward of it serves all epochs.
     if sample.reference is None:
         with torch.no_grad():
-            logits = models.reference(input_ids=ids).logits
-            sample.reference = (logits[0, response] / s.temperature).log_softmax(-1)
+            logits = models.reference(input_ids=ids).logits[0, response]
+            sample.reference = (logits / settings.temperature).log_softmax(-1)
+
     outputs = models.policy(input_ids=ids, output_hidden_states=True)
-    policy = (outputs.logits[0, response] / s.temperature).log_softmax(-1)  # [response, vocabulary]
+    logits = outputs.logits[0, response]
+    policy = (logits / settings.temperature).log_softmax(-1)  # [response, vocabulary]
     k1 = (policy - sample.reference).gather(1, tokens)[:, 0]
-    exact = (policy.exp() * (policy - sample.reference)).sum(-1)
-    kl = {"k1": k1, "k2": k1**2 / 2, "k3": (-k1).exp() - 1 + k1, "exact": exact}[s.kl_estimator]
-    predictions = seen = None
+    if settings.kl_estimator == "k1":
+        kl = k1
+    elif settings.kl_estimator == "k2":
+        kl = k1**2 / 2
+    elif settings.kl_estimator == "k3":
+        kl = (-k1).exp() - 1 + k1
+    else:  # "exact"
+        kl = (policy.exp() * (policy - sample.reference)).sum(-1)
+    logprobs = policy.gather(1, tokens)[:, 0]
+    entropies = -(policy.exp() * policy).sum(-1)
+
+    predictions = None
+    fit_inputs = None
     if models.value_head is not None:
-        body = (
-            outputs
-            if models.critic_body is None
-            else models.critic_body(input_ids=ids, output_hidden_states=True)
-        )
+        if models.critic_body is None:
+            body = outputs
+        else:
+            body = models.critic_body(input_ids=ids, output_hidden_states=True)
         states = [x[0, response] for x in body.hidden_states]
-        if s.critic == "side":
-            inputs = side_inputs(states, sample.earned, s)
+        if settings.critic == "side":
+            inputs = side_inputs(states, sample.earned, settings)
+            fit_inputs = seen_first(inputs, settings)
         else:
             inputs = states[-1]
         predictions = models.value_head(inputs)[:, 0]
-        if s.critic == "side":
-            seen = seen_first(inputs, s)
-            predictions = (
-                predictions if models.first_fit is None else predictions + seen @ models.first_fit
-            )
+        if models.first_fit is not None:  # only a side network has one
+            predictions = predictions + fit_inputs @ models.first_fit
+
     return Outputs(
-        policy.gather(1, tokens)[:, 0], -(policy.exp() * policy).sum(-1), kl, k1, predictions, seen
+        logprobs=logprobs,
+        entropies=entropies,
+        kl=kl,
+        k1=k1,
+        predictions=predictions,
+        fit_inputs=fit_inputs,
     )
 
 
 # 2. ---- rewards
 
 
-def rewards_of(sample: Sample, s: Settings) -> list[float]:
-    """Rewards of the tokens, less the KL penalty; the score is at the last one."""
-    if s.kl_placement == "loss":
+def rewards_of(sample: Sample, settings: Settings) -> PerToken:
+    """Rewards of the tokens, less the KL penalty. The last one includes the score, and the penalty
+    for a missing EOS."""
+    if settings.kl_placement == "loss":
         coefficient = 0.0
     else:
-        coefficient = s.kl_coef
-    rewards = [
-        x - coefficient * kl for x, kl in zip(sample.scores_at_tokens(), sample.old.kl.tolist())
-    ]
-    rewards[-1] -= (s.missing_eos_penalty or 0.0) * sample.truncated
+        coefficient = settings.kl_coef
+    scores = sample.scores_at_tokens()
+    kls = sample.old.kl.tolist()
+    rewards = []
+    for score, kl in zip(scores, kls):
+        rewards.append(score - coefficient * kl)
+    if sample.truncated and settings.missing_eos_penalty is not None:
+        rewards[-1] -= settings.missing_eos_penalty
     return rewards
 
 
 # 3. ---- advantages
 
 
-def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """Âₜ = Σₗ (γλ)ˡ·δₜ₊ₗ with δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ); the value after the last token is 0."""
-    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0])]
-    tokens = range(len(deltas))
-    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in tokens if k >= t) for t in tokens]
+def gae(
+    rewards: PerToken,
+    values: PerToken,
+    gamma: float,
+    lam: float,
+) -> PerToken:
+    """Âₜ = Σₗ (γλ)ˡ·δₜ₊ₗ with δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ).
+
+    The value after the last token is 0. With values of 0 and λ = 1 these are the returns.
+    """
+    next_values = [*values[1:], 0.0]
+    deltas = []
+    for reward, value, next_value in zip(rewards, values, next_values):
+        deltas.append(reward + gamma * next_value - value)
+    advantages = []
+    for t in range(len(deltas)):
+        terms = []
+        for k in range(t, len(deltas)):
+            terms.append((gamma * lam) ** (k - t) * deltas[k])
+        advantages.append(sum(terms))
+    return advantages
 
 
 def group_advantages(scores: list[float], estimator: str) -> list[float]:
     """Advantages of the completions of one prompt."""
     if estimator == "reinforce":
         return scores
-    if len(scores) < 2:  # nothing to compare with
+    if len(scores) < 2:  # there is nothing to compare with
         return [0.0] * len(scores)
+    if estimator == "rloo":
+        advantages = []
+        for i, score in enumerate(scores):
+            others = scores[:i] + scores[i + 1 :]
+            advantages.append(score - statistics.mean(others))
+        return advantages
     mean = statistics.mean(scores)
-    if estimator == "rloo":  # the mean of the others
-        return [x - statistics.mean(scores[:i] + scores[i + 1 :]) for i, x in enumerate(scores)]
     if estimator == "grpo":
-        deviation = statistics.stdev(scores) + 1e-4
-    else:
-        deviation = 1.0
-    return [(x - mean) / deviation for x in scores]
+        scale = statistics.stdev(scores) + 1e-4
+    else:  # "dr_grpo"
+        scale = 1.0
+    return [(x - mean) / scale for x in scores]
 
 
-def deviation(rows: list[list[float]]) -> float:
-    """Deviation over the tokens of all rows."""
-    return statistics.stdev([x for row in rows for x in row])
+def whiten(
+    rows: list[PerToken],
+    keep_mean: bool,
+) -> tuple[list[PerToken], float]:
+    """Scale rows to unit variance over all their tokens; return them and their old deviation.
 
-
-def whiten(rows: list[list[float]], keep_mean: bool = False) -> list[list[float]]:
-    """Unit variance over the tokens of all rows, and mean 0 unless it is kept."""
+    The mean becomes 0 unless it is kept.
+    """
     tokens = [x for row in rows for x in row]
     mean = statistics.mean(tokens)
     deviation = statistics.stdev(tokens)
-    return [[(x - mean) / deviation + keep_mean * mean for x in row] for row in rows]
+    if keep_mean:
+        new_mean = mean
+    else:
+        new_mean = 0.0
+    whitened = []
+    for row in rows:
+        whitened.append([(x - mean) / deviation + new_mean for x in row])
+    return whitened, deviation
 
 
-def fit_new(models: Models, samples: list[Sample], s: Settings) -> None:
-    """Let a new side network begin with a ridge regression of the returns on what `seen_first` has
-    of its inputs.
+def fit_new(
+    models: Models,
+    samples: list[Sample],
+    settings: Settings,
+) -> None:
+    """Fit the returns by ridge regression on [`seen_first`], and add the fit to the predictions.
 
-    Besides the samples there is one completion of full length with targets of 0, of which only the
-    position is read. A weight costs its square times the sum of its squared inputs over 128 average
-    samples, or 16 for the position.
+    The regression has one more completion, of maximum length. Its targets and its inputs are 0,
+    except for the inputs of the position. So there is also a fit at positions that no sample
+    reaches.
     """
-    inputs = torch.cat([sample.old.seen for sample in samples])
-    targets = torch.tensor(
-        [models.units.in_units(x) for sample in samples for x in sample.outcomes]
-    ).double()
-    width = inputs.shape[1] - 16
-    length = s.max_completion_length
-    costs = torch.tensor([128.0] * width + [16.0] * 16, dtype=torch.float64)
-    penalty = torch.diag((costs / len(samples) * (inputs**2).sum(0)).sqrt())
-    everywhere = torch.cat([torch.zeros(length, width, dtype=torch.float64), waves(length, s)], 1)
-    rows = torch.cat([inputs, everywhere, penalty])
-    zeros = torch.zeros(len(rows) - len(targets), dtype=torch.float64)
-    models.first_fit = torch.linalg.lstsq(rows, torch.cat([targets, zeros])[:, None]).solution[:, 0]
+    inputs = torch.cat([sample.old.fit_inputs for sample in samples])
+    targets = []
     for sample in samples:
-        sample.old = sample.old._replace(
-            predictions=sample.old.predictions + sample.old.seen @ models.first_fit
-        )
+        for outcome in sample.outcomes:
+            targets.append(models.units.in_units(outcome))
+    targets = torch.tensor(targets).double()
+
+    length = settings.max_completion_length
+    width = inputs.shape[1] - WAVES
+    no_inputs = torch.zeros(length, width, dtype=torch.float64)
+    extra = torch.cat([no_inputs, waves(length, settings)], 1)
+
+    # The penalty of a weight is its square, times the sum of its squared inputs over 128 average
+    # samples. For the inputs of the position it is 16 samples. A penalty c·w² is a further row of
+    # the regression, with an input of √c for this weight and a target of 0.
+    strengths = torch.tensor([128.0] * width + [16.0] * WAVES, dtype=torch.float64)
+    squares = (inputs**2).sum(0)
+    penalty = torch.diag((strengths / len(samples) * squares).sqrt())
+
+    rows = torch.cat([inputs, extra, penalty])
+    zeros = torch.zeros(len(rows) - len(targets), dtype=torch.float64)
+    right_side = torch.cat([targets, zeros])[:, None]
+    models.first_fit = torch.linalg.lstsq(rows, right_side).solution[:, 0]
+    for sample in samples:
+        predictions = sample.old.predictions + sample.old.fit_inputs @ models.first_fit
+        sample.old = sample.old._replace(predictions=predictions)
 
 
 def usual_scores(samples: list[Sample]) -> list[float]:
-    """Mean score at each position: of the completions that go on after it, or else of those that
-    end there."""
+    """Mean score at each position, over the completions that continue after it.
+
+    If none continues, it is the mean over the completions that end there.
+    """
+    longest = max(len(sample.ids) for sample in samples)
     means = []
-    for t in range(max(len(sample.ids) for sample in samples)):
-        going_on = [sample.scores_at_tokens()[t] for sample in samples if len(sample.ids) > t + 1]
-        ending = [sample.scores_at_tokens()[t] for sample in samples if len(sample.ids) == t + 1]
-        means.append(statistics.mean(going_on or ending))
+    for t in range(longest):
+        continuing = []
+        ending = []
+        for sample in samples:
+            if len(sample.ids) > t + 1:
+                continuing.append(sample.scores_at_tokens()[t])
+            elif len(sample.ids) == t + 1:
+                ending.append(sample.scores_at_tokens()[t])
+        means.append(statistics.mean(continuing or ending))
     return means
 
 
 def default_lambda(models: Models, samples: list[Sample]) -> float:
-    """0.8 if, over the run, scores vary more before last tokens than at them; else 1.
+    """Add a rollout's scores to the sums of squares in `models`; return λ of the policy.
 
-    Each token may have a score.
+    If scores of the run vary more before the last tokens of completions than at them, λ is 0.8.
+    Otherwise it is 1, e.g. if a score comes only at the end.
     """
     means = usual_scores(samples)
     for sample in samples:
-        *before, last = [(x - mean) ** 2 for x, mean in zip(sample.scores_at_tokens(), means)]
-        models.told_earlier += sum(before)
-        models.told_last += last
-    if models.told_earlier > models.told_last:
+        squares = []
+        for score, mean in zip(sample.scores_at_tokens(), means):
+            squares.append((score - mean) ** 2)
+        models.squares_before_last += sum(squares[:-1])
+        models.squares_at_last += squares[-1]
+    if models.squares_before_last > models.squares_at_last:
         return 0.8
     return 1.0
+
+
+class Line(NamedTuple):
+    """Prediction of a return from a value: mean + weight · (value − center)."""
+
+    weight: float
+    mean: float  # of the returns
+    center: float  # mean of the values
 
 
 def covariance(xs: list[float], ys: list[float]) -> float:
     """Mean product of deviations."""
     x_mean = statistics.mean(xs)
     y_mean = statistics.mean(ys)
-    return statistics.mean((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys))
+    products = []
+    for x, y in zip(xs, ys):
+        products.append((x - x_mean) * (y - y_mean))
+    return statistics.mean(products)
 
 
-def fit(samples: list[Sample]) -> tuple[float, float, float]:
-    """α of least squares, between 0 and 1, and the means of returns and values."""
-    returns = [x for sample in samples for x in sample.outcomes]
-    values = [x for sample in samples for x in sample.values]
+def fit(samples: list[Sample]) -> Line:
+    """Line of least squares over all tokens, with a weight between 0 and 1."""
+    returns = []
+    values = []
+    for sample in samples:
+        returns.extend(sample.outcomes)
+        values.extend(sample.values)
     if not returns:
-        return 0.0, 0.0, 0.0
-    varies = covariance(values, values)
-    if varies:
-        weight = min(max(covariance(returns, values) / varies, 0.0), 1.0)
+        return Line(0.0, 0.0, 0.0)
+    variance = covariance(values, values)
+    if variance:
+        slope = covariance(returns, values) / variance
+        weight = min(max(slope, 0.0), 1.0)
     else:
         weight = 0.0
-    return weight, statistics.mean(returns), statistics.mean(values)
+    return Line(
+        weight,
+        mean=statistics.mean(returns),
+        center=statistics.mean(values),
+    )
 
 
-def squared_error(samples: list[Sample], weight: float, mean: float, center: float) -> float:
-    """Sum of the squared errors of mean + weight·(V − center)."""
-    pairs = [pair for sample in samples for pair in zip(sample.outcomes, sample.values)]
-    return sum((r - mean - weight * (v - center)) ** 2 for r, v in pairs)
+def squared_error(samples: list[Sample], line: Line) -> float:
+    """Sum of the squared errors of a line."""
+    weight, mean, center = line
+    squares = []
+    for sample in samples:
+        for outcome, value in zip(sample.outcomes, sample.values):
+            error = outcome - mean - weight * (value - center)
+            squares.append(error**2)
+    return sum(squares)
+
+
+def confirmed_share(
+    samples: list[Sample],
+    excluded: Sample,
+    line: Line,
+) -> float:
+    """Cross-validate a line that was fitted to all samples except one.
+
+    Returns the explained variance of samples that are left out of a fit, relative to the explained
+    variance of the line itself, between 0 and 1. Samples are left out in up to 16 parts, by their
+    number in the rollout.
+    """
+    others = [sample for sample in samples if sample is not excluded]
+    residual_left_out = 0.0
+    total_left_out = 0.0
+    for part in range(16):
+        left_out = []
+        rest = []
+        for number, sample in enumerate(samples):
+            if sample is excluded:
+                continue
+            if number % 16 == part:
+                left_out.append(sample)
+            else:
+                rest.append(sample)
+        line_of_rest = fit(rest)
+        residual_left_out += squared_error(left_out, line_of_rest)
+        total_left_out += squared_error(left_out, line_of_rest._replace(weight=0.0))
+    residual = squared_error(others, line)
+    total = squared_error(others, line._replace(weight=0.0))
+
+    explained = 1 - residual / total
+    confirmed = 1 - residual_left_out / total_left_out
+    return min(max(confirmed / explained, 0.0), 1.0)
 
 
 def baseline(
-    models: Models, sample: Sample, samples: list[Sample], bootstraps: bool
-) -> tuple[list[float], float]:
-    """R̄ + α·(V − V̄) and α, fitted to the other samples.
+    models: Models,
+    sample: Sample,
+    samples: list[Sample],
+    bootstraps: bool,
+) -> tuple[PerToken, float]:
+    """R̄ + α·(V − V̄) at each token, and α.
 
-    α shrinks by the squared share of what it explains that holds for samples left out in turn, in
-    up to 16 parts. With λ below 1 it does not, and is 1 if there are fewer than 8 others; values
-    stay as they are if it is above 0.5.
+    R̄ and V̄ are the mean return and value, and α is the weight of the values. They are fitted to the
+    other samples, so that the baseline does not depend on the sample's own return.
     """
-    numbered = [pair for pair in enumerate(samples) if pair[1] is not sample]
-    others = [other for _, other in numbered]
-    weight, mean, center = fit(list(others))
+    others = [other for other in samples if other is not sample]
+    line = fit(others)
+
+    # The weight shrinks as far as values fit the returns by chance. It does not if advantages
+    # bootstrap, because then values must know what is left to earn. In that case it is 1 if there
+    # are too few samples for a fit.
+    weight = line.weight
     if bootstraps:
         if len(others) < 8:
             weight = 1.0
     elif weight:
-        errors = constant = 0.0
-        for part in range(16):
-            left_out = [other for number, other in numbered if number % 16 == part]
-            rest = [other for number, other in numbered if number % 16 != part]
-            errors += squared_error(left_out, *fit(rest))
-            constant += squared_error(left_out, 0.0, *fit(rest)[1:])
-        explained = 1 - squared_error(others, weight, mean, center) / squared_error(
-            others, 0.0, mean, center
-        )
-        weight *= min(max((1 - errors / constant) / explained, 0.0), 1.0) ** 2
-    returns = [x for other in others for x in other.outcomes]
-    # earlier rollouts are 8 average samples more, if there are so many
-    before = models.units.returns.weighted
-    if before:
-        count, earlier, _ = models.units.returns.moments()
-        count = min(count, 8 * len(returns) / len(others))
-        mean = (mean * len(returns) + earlier * count) / (len(returns) + count)
-    if bootstraps and weight > 0.5:  # a shift would charge the ends
+        weight *= confirmed_share(samples, sample, line) ** 2
+
+    # The mean return includes earlier rollouts, which count as 8 average samples at most.
+    mean = line.mean
+    recent = models.units.returns
+    if recent.weighted:
+        tokens = sum(len(other.outcomes) for other in others)
+        earlier_tokens = min(recent.count(), 8 * tokens / len(others))
+        total = mean * tokens + recent.mean() * earlier_tokens
+        mean = total / (tokens + earlier_tokens)
+
+    # Good values are not shifted if advantages bootstrap. A shift cancels in differences of
+    # successive values, but not at the last token, after which the value is 0.
+    if bootstraps and weight > 0.5:
         return sample.values, weight
-    return [mean + weight * (value - center) for value in sample.values], weight
+    return [mean + weight * (value - line.center) for value in sample.values], weight
 
 
-def advantages_of_critic(models: Models, samples: list[Sample], s: Settings) -> None:
-    """GAE, with a λ for the policy's advantages and one for the critic's targets; both in the
-    critic's units."""
+def advantages_of_critic(
+    models: Models,
+    samples: list[Sample],
+    settings: Settings,
+) -> None:
+    """GAE with one λ for the policy's advantages and another for the critic's targets.
+
+    Advantages are in units of the returns if the critic is.
+    """
     units = models.units
+    outcomes = []
     for sample in samples:
-        sample.outcomes = gae(sample.rewards, [0.0] * len(sample.ids), s.gamma, 1.0)
-    outcomes = [x for sample in samples for x in sample.outcomes]
-    is_new = s.critic == "side" and models.first_fit is None
-    if s.normalize_values:
+        no_values = [0.0] * len(sample.ids)
+        sample.outcomes = gae(
+            sample.rewards,
+            no_values,
+            gamma=settings.gamma,
+            lam=1.0,
+        )
+        outcomes.extend(sample.outcomes)
+
+    # A new side network begins with a fit, unless equal returns leave its units undefined.
+    is_new = settings.critic == "side" and models.first_fit is None
+    if settings.normalize_values:
         units.begin_rollout(outcomes, len(samples))
-    if is_new and (not s.normalize_values or max(outcomes) > min(outcomes)):
-        fit_new(models, samples, s)
-    of_policy = default_lambda(models, samples)
-    if s.lam is not None:
-        of_policy = s.lam
+    if is_new and (not settings.normalize_values or max(outcomes) > min(outcomes)):
+        fit_new(models, samples, settings)
+
+    # A given λ replaces the default.
+    policy_lambda = default_lambda(models, samples)
+    if settings.lam is not None:
+        policy_lambda = settings.lam
+    alpha = settings.lam_length_alpha
+
+    # Normalized values are fitted to the returns before they are a baseline. Others are one as they
+    # are.
+    values = []
     for sample in samples:
-        sample.values = [units.value(x) for x in sample.old.predictions.tolist()]
-        sample.baseline = sample.explains = sample.values
-    if s.normalize_values:
-        center = statistics.mean(x for sample in samples for x in sample.values)
+        predictions = sample.old.predictions.tolist()
+        sample.values = [units.value(x) for x in predictions]
+        sample.baseline = sample.values
+        sample.explains = sample.values
+        values.extend(sample.values)
+    if settings.normalize_values:
+        center = statistics.mean(values)
+        bootstraps = alpha is not None or policy_lambda < 1
         for sample in samples:
-            bootstraps = s.lam_length_alpha is not None or of_policy < 1
-            sample.baseline, weight = baseline(models, sample, samples, bootstraps)
+            sample.baseline, weight = baseline(models, sample, samples, bootstraps=bootstraps)
             sample.explains = [weight * (value - center) for value in sample.values]
+
     for sample in samples:
-        # a longer completion has a λ closer to 1, so that its first tokens feel the score at its
-        # end
-        alpha = s.lam_length_alpha
-        lam = of_policy if alpha is None else max(0.0, 1 - 1 / (alpha * len(sample.ids)))
-        sample.advantages = gae(sample.rewards, sample.baseline, s.gamma, lam)
-        targets = gae(sample.rewards, sample.values, s.gamma, s.lam_critic)
-        sample.returns = [advantage + value for advantage, value in zip(targets, sample.values)]
-    if s.normalize_values:
+        if alpha is None:
+            lam = policy_lambda
+        else:
+            # A longer completion has a λ closer to 1, so that the score at its end reaches its
+            # first tokens.
+            lam = max(0.0, 1 - 1 / (alpha * len(sample.ids)))
+        sample.advantages = gae(
+            sample.rewards,
+            sample.baseline,
+            gamma=settings.gamma,
+            lam=lam,
+        )
+        errors = gae(
+            sample.rewards,
+            sample.values,
+            gamma=settings.gamma,
+            lam=settings.lam_critic,
+        )
+        sample.returns = []
+        for error, value in zip(errors, sample.values):
+            sample.returns.append(error + value)
+
+    if settings.normalize_values:
         unit = units.end_rollout(outcomes, len(samples))
         models.largest_unit = max(models.largest_unit, unit)
-        unit = max(unit, 0.1 * models.largest_unit)  # what differs in a solved task is not blown up
+        # The returns of a solved task hardly differ. A lower bound keeps their noise small.
+        unit = max(unit, 0.1 * models.largest_unit)
         for sample in samples:
             sample.advantages = [x / unit for x in sample.advantages]
-            sample.unit = sample.unit * unit
+            sample.unit *= unit
 
 
 @torch.no_grad()
-def collect(models: Models, samples: list[Sample], s: Settings) -> None:
-    """Steps 1 to 3."""
+def collect(
+    models: Models,
+    samples: list[Sample],
+    settings: Settings,
+) -> None:
+    """Take steps 1 to 3."""
+    scored = []
+    learned = []
     for sample in samples:
         sample.earned = earned_rewards(sample, models.token_scores)
-        sample.old = forward(models, sample, s)
-        sample.rewards = rewards_of(sample, s)
-        sample.learn = sample.score is not None and not (
-            sample.truncated and s.mask_truncated_completions
-        )
-    learned = [x for x in samples if x.learn]
-    scored = [x for x in samples if x.score is not None]
-    if s.whiten_rewards:
-        unit = deviation([sample.rewards for sample in scored])
-        for sample, rewards in zip(
-            scored, whiten([sample.rewards for sample in scored], keep_mean=True)
-        ):
+        sample.old = forward(models, sample, settings)
+        sample.rewards = rewards_of(sample, settings)
+        is_scored = sample.score is not None
+        is_masked = sample.truncated and settings.mask_truncated_completions
+        sample.learn = is_scored and not is_masked
+        if is_scored:
+            scored.append(sample)
+        if sample.learn:
+            learned.append(sample)
+
+    if settings.whiten_rewards:
+        rows = [sample.rewards for sample in scored]
+        whitened, unit = whiten(rows, keep_mean=True)
+        for sample, rewards in zip(scored, whitened):
             sample.rewards = rewards
             sample.unit = unit
-    if s.advantage_estimator == "rebn":
+
+    if settings.advantage_estimator == "rebn":
+        # The advantage of a token is the sum of its own and later rewards.
         for sample in learned:
-            sample.advantages = gae(sample.rewards, [0.0] * len(sample.rewards), s.gamma, 1.0)
-    elif s.critic == "none":
-        for start in range(0, len(samples), s.num_generations):
-            group = [x for x in samples[start : start + s.num_generations] if x.score is not None]
+            no_values = [0.0] * len(sample.rewards)
+            sample.advantages = gae(
+                sample.rewards,
+                no_values,
+                gamma=settings.gamma,
+                lam=1.0,
+            )
+    elif settings.critic == "none":
+        # All tokens of a completion have the same advantage.
+        size = settings.num_generations
+        for start in range(0, len(samples), size):
+            completions = samples[start : start + size]
+            group = [sample for sample in completions if sample.score is not None]
             totals = [sum(sample.rewards) for sample in group]  # scores less the KL penalties
-            for sample, advantage in zip(group, group_advantages(totals, s.advantage_estimator)):
+            advantages = group_advantages(totals, settings.advantage_estimator)
+            for sample, advantage in zip(group, advantages):
                 sample.advantages = [advantage] * len(sample.ids)
     else:
-        advantages_of_critic(models, scored, s)
-    models.token_scores.add(
-        [x for sample in scored for x in sample.scores_at_tokens()], len(scored)
-    )
-    if s.whiten_advantages:
-        unit = deviation([sample.advantages for sample in learned])
-        for sample, advantages in zip(learned, whiten([sample.advantages for sample in learned])):
+        advantages_of_critic(models, scored, settings)
+
+    token_scores = []
+    for sample in scored:
+        token_scores.extend(sample.scores_at_tokens())
+    models.token_scores.add(token_scores, len(scored))
+
+    if settings.whiten_advantages:
+        rows = [sample.advantages for sample in learned]
+        whitened, unit = whiten(rows, keep_mean=False)
+        for sample, advantages in zip(learned, whitened):
             sample.advantages = advantages
-            sample.unit = sample.unit * unit
-    if learned:
-        size = math.sqrt(statistics.mean(x**2 for sample in learned for x in sample.advantages))
+            sample.unit *= unit
+
+    # The entropy bonus is scaled with the advantages, so that `entropy_coef` means the same in any
+    # unit of the rewards.
+    squares = []
+    for sample in learned:
+        squares.extend(x**2 for x in sample.advantages)
+    if any(squares):
+        entropy_unit = math.sqrt(statistics.mean(squares))
     else:
-        size = 0.0
+        entropy_unit = 1.0
     for sample in samples:
-        sample.entropy_unit = size or 1.0
+        sample.entropy_unit = entropy_unit
 
 
-# 4. ---- loss
-
-
-def policy_loss(ratio: Tensor, advantage: float, s: Settings, clips: Counter) -> Tensor:
-    """−Â·ρ with ρ = π/π_old, held at a bound: beyond it the loss is constant."""
-    bounds = {
-        # likely enough
-        "high": (1 + s.cliprange_high, advantage > 0 and ratio > 1 + s.cliprange_high),
-        "low": (1 - s.cliprange, advantage < 0 and ratio < 1 - s.cliprange),  # rare enough
-        # an outlier
-        "dual": (s.dual_clip, advantage < 0 and s.dual_clip is not None and ratio > s.dual_clip),
-    }
-    for name, (bound, holds) in bounds.items():
-        if holds:
-            clips[name] += 1
-            return -advantage * bound * torch.ones_like(ratio)
-    return -advantage * ratio
-
-
-def value_loss(value: Tensor, old: float, target: float, s: Settings, clips: Counter) -> Tensor:
-    """Half the squared error, in units; that of the clipped step from the old value when it is
-    larger."""
-    error = (value - target) ** 2 / 2
-    clip = s.cliprange_value
-    if clip is None or abs(value.item() - old) <= clip:
-        return error
-    clipped = (old + math.copysign(clip, value.item() - old) - target) ** 2 / 2
-    clips["value"] += int(clipped > error.item())
-    return error.clamp(min=clipped)
-
-
-def loss_of(models: Models, samples: list[Sample], s: Settings) -> tuple[Tensor, dict[str, float]]:
-    """Loss of an optimizer step, the share of tokens that each clip holds, and the mean losses
-    per token."""
-    clips = Counter()
-    completions = []
-    of_policy = []
-    of_values = []
-    in_units = models.units.in_units
-    for sample in samples:
-        if sample.score is None:
-            continue
-        now = forward(models, sample, s)
-        if now.predictions is not None:
-            tokens = zip(
-                now.predictions, sample.old.predictions.tolist(), map(in_units, sample.returns)
-            )
-            of_values.append(torch.stack([value_loss(*token, s, clips) for token in tokens]))
-        if not sample.learn:
-            continue
-        log_ratio = now.logprobs - sample.old.logprobs
-        if s.importance_sampling_level == "sequence":
-            log_ratio = log_ratio.mean().expand_as(log_ratio)
-        losses = [
-            policy_loss(ratio, a, s, clips) for ratio, a in zip(log_ratio.exp(), sample.advantages)
-        ]
-        of_policy.extend(loss.item() for loss in losses)
-        if s.kl_placement != "reward":
-            losses = [x + s.kl_coef / sample.unit * kl for x, kl in zip(losses, now.kl)]
-        losses = [
-            x - s.entropy_coef * sample.entropy_unit * entropy
-            for x, entropy in zip(losses, now.entropies)
-        ]
-        completions.append(torch.stack(losses))
-    loss = aggregate(completions, s) + (s.vf_coef * aggregate(of_values, s) if of_values else 0)
-    metrics = {name: clips[name] / len(of_policy) for name in ("low", "high", "dual")}
-    metrics |= {"policy loss": statistics.mean(of_policy), "value": 0.0}
-    if of_values:
-        errors = torch.cat(of_values)
-        metrics |= {"value": clips["value"] / len(errors), "value loss": errors.mean().item()}
-    return loss, metrics
-
-
-def aggregate(completions: list[Tensor], s: Settings) -> Tensor:
-    """Mean of the losses of tokens, or of completions."""
-    sums, means = ([f(losses) for losses in completions] for f in (torch.sum, torch.mean))
-    return {
-        "token": sum(sums) / sum(map(len, completions)),
-        "sequence_mean": sum(means) / len(means),
-        "sequence_sum": sum(sums) / len(sums),
-        "constant": sum(sums) / len(sums) / s.max_completion_length,
-    }[s.loss_aggregation]
-
-
-# 5. ---- the end of the epochs
+# 4. ---- early stop
 
 
 @torch.no_grad()
-def distance(models: Models, samples: list[Sample], s: Settings) -> float:
-    """KL from the policy that sampled, estimated by k3: mean over the tokens."""
+def distance(
+    models: Models,
+    samples: list[Sample],
+    settings: Settings,
+) -> float:
+    """KL from the policy that sampled, estimated by k3, as the mean over tokens."""
     kls = []
     for sample in samples:
         if sample.learn:
-            log_ratio = forward(models, sample, s).logprobs - sample.old.logprobs
-            kls.extend((log_ratio.exp() - 1 - log_ratio).tolist())
+            now = forward(models, sample, settings)
+            log_ratio = now.logprobs - sample.old.logprobs
+            k3 = log_ratio.exp() - 1 - log_ratio
+            kls.extend(k3.tolist())
     return statistics.mean(kls)
+
+
+# 5. ---- loss
+
+
+def policy_loss(
+    ratio: Tensor,
+    advantage: float,
+    settings: Settings,
+    clips: Counter,
+) -> Tensor:
+    """−Â·ρ with ρ = π/π_old. Beyond a bound of ρ the loss is constant."""
+    upper = 1 + settings.cliprange_high
+    lower = 1 - settings.cliprange
+    dual = settings.dual_clip
+    if advantage > 0 and ratio > upper:  # a good token is likely enough
+        clip = "high"
+        bound = upper
+    elif advantage < 0 and ratio < lower:  # a bad token is rare enough
+        clip = "low"
+        bound = lower
+    elif advantage < 0 and dual is not None and ratio > dual:  # a bad token's loss is an outlier
+        clip = "dual"
+        bound = dual
+    else:
+        return -advantage * ratio
+    clips[clip] += 1
+    return -advantage * bound * torch.ones_like(ratio)
+
+
+def value_loss(
+    value: Tensor,
+    old: float,
+    target: float,
+    settings: Settings,
+    clips: Counter,
+) -> Tensor:
+    """Half the squared error. All numbers are in units of the returns.
+
+    A value that moved further than the clip has at least the error of the clipped value.
+    """
+    error = (value - target) ** 2 / 2
+    clip = settings.cliprange_value
+    change = value.item() - old
+    if clip is None or abs(change) <= clip:
+        return error
+    clipped_value = old + math.copysign(clip, change)
+    clipped_error = (clipped_value - target) ** 2 / 2
+    if clipped_error > error.item():
+        clips["value"] += 1
+    return error.clamp(min=clipped_error)
+
+
+def loss_of(
+    models: Models,
+    samples: list[Sample],
+    settings: Settings,
+) -> tuple[Tensor, Metrics]:
+    """Loss of an optimizer step, and metrics: the share of tokens that each clip holds, and mean
+    losses per token."""
+    clips = Counter()
+    completions = []
+    policy_losses = []
+    value_losses = []
+    for sample in samples:
+        if sample.score is None:
+            continue
+        now = forward(models, sample, settings)
+
+        if now.predictions is not None:
+            old_predictions = sample.old.predictions.tolist()
+            targets = [models.units.in_units(x) for x in sample.returns]
+            losses = []
+            for value, old, target in zip(now.predictions, old_predictions, targets):
+                losses.append(value_loss(value, old, target, settings=settings, clips=clips))
+            value_losses.append(torch.stack(losses))
+
+        if not sample.learn:
+            continue
+        log_ratios = now.logprobs - sample.old.logprobs
+        if settings.importance_sampling_level == "sequence":
+            log_ratios = log_ratios.mean().expand_as(log_ratios)
+        ratios = log_ratios.exp()
+        kl_coef = settings.kl_coef / sample.unit
+        entropy_coef = settings.entropy_coef * sample.entropy_unit
+        losses = []
+        for ratio, advantage, kl, entropy in zip(
+            ratios,
+            sample.advantages,
+            now.kl,
+            now.entropies,
+        ):
+            loss = policy_loss(ratio, advantage, settings, clips=clips)
+            policy_losses.append(loss.item())
+            if settings.kl_placement != "reward":
+                loss = loss + kl_coef * kl
+            loss = loss - entropy_coef * entropy
+            losses.append(loss)
+        completions.append(torch.stack(losses))
+
+    loss = aggregate(completions, settings)
+    if value_losses:
+        loss = loss + settings.vf_coef * aggregate(value_losses, settings)
+
+    metrics = {}
+    for clip in ("low", "high", "dual"):
+        metrics[clip] = clips[clip] / len(policy_losses)
+    metrics["policy loss"] = statistics.mean(policy_losses)
+    metrics["value"] = 0.0
+    if value_losses:
+        errors = torch.cat(value_losses)
+        metrics["value"] = clips["value"] / len(errors)
+        metrics["value loss"] = errors.mean().item()
+    return loss, metrics
+
+
+def aggregate(completions: list[Tensor], settings: Settings) -> Tensor:
+    """Reduce the losses of the tokens of each completion to one number."""
+    if settings.loss_aggregation == "sequence_mean":
+        means = [losses.mean() for losses in completions]
+        return sum(means) / len(means)
+    sums = [losses.sum() for losses in completions]
+    if settings.loss_aggregation == "token":
+        tokens = sum(len(losses) for losses in completions)
+        return sum(sums) / tokens
+    sum_per_completion = sum(sums) / len(sums)
+    if settings.loss_aggregation == "constant":
+        return sum_per_completion / settings.max_completion_length
+    return sum_per_completion  # "sequence_sum"
 
 
 # 6. ---- optimizer step
 
 
-def gradient_of(models: Models, loss: Tensor) -> dict[str, Tensor]:
+def gradient_of(models: Models, loss: Tensor) -> PerParameter:
     """Gradient of each trained parameter."""
     parameters = models.parameters()
     gradients = torch.autograd.grad(
-        loss, list(parameters.values()), allow_unused=True, materialize_grads=True
+        loss,
+        list(parameters.values()),
+        allow_unused=True,
+        materialize_grads=True,
     )
     return dict(zip(parameters, gradients))
 
@@ -739,82 +1068,132 @@ def role_of(name: str) -> str:
     return "critic"
 
 
-def gradient_norms(gradient: dict[str, Tensor]) -> dict[str, float]:
+def gradient_norms(gradient: PerParameter) -> dict[str, float]:
     """Norms of the gradients of policy and critic."""
     squares = Counter()
-    for name, g in gradient.items():
-        squares[role_of(name)] += (g**2).sum().item()
-    return {role: math.sqrt(x) for role, x in squares.items()}
+    for name, x in gradient.items():
+        squares[role_of(name)] += (x**2).sum().item()
+    norms = {}
+    for role, x in squares.items():
+        norms[role] = math.sqrt(x)
+    return norms
 
 
 @torch.no_grad()
-def adam_step(models: Models, gradient: dict[str, Tensor], s: Settings) -> None:
-    """Clip policy and critic, each by its norm; Adam with decoupled weight decay, which biases
-    are spared."""
-    norms = gradient_norms(gradient)
-    clipped = {role: s.max_grad_norm and norm > s.max_grad_norm for role, norm in norms.items()}
-    scales = {
-        role: s.max_grad_norm / norm if clipped[role] else 1.0 for role, norm in norms.items()
+def adam_step(
+    models: Models,
+    gradient: PerParameter,
+    settings: Settings,
+) -> None:
+    """Clip the gradients of policy and critic, each by its norm, and take a step of AdamW.
+
+    Biases do not decay.
+    """
+    limit = settings.max_grad_norm
+    scales = {}
+    for role, norm in gradient_norms(gradient).items():
+        if limit and norm > limit:
+            scales[role] = limit / norm
+        else:
+            scales[role] = 1.0
+
+    remaining = 1 - models.steps / settings.max_steps
+    rates = {
+        "policy": remaining * settings.learning_rate,
+        "critic": remaining * settings.critic_learning_rate,
     }
-    left = 1 - models.steps / s.max_steps
-    rates = {"policy": left * s.learning_rate, "critic": left * s.critic_learning_rate}
+
     models.steps += 1
     for name, parameter in models.parameters().items():
         role = role_of(name)
-        g = gradient[name] * scales[role]
-        rate = rates[role]
-        mean, square = models.moments.get(name, (torch.zeros_like(g), torch.zeros_like(g)))
-        models.moments[name] = mean, square = 0.9 * mean + 0.1 * g, 0.999 * square + 0.001 * g**2
-        # unbiased
+        clipped = gradient[name] * scales[role]
+        zeros = torch.zeros_like(clipped)
+        mean = models.first_moments.get(name, zeros)
+        square = models.second_moments.get(name, zeros)
+        mean = 0.9 * mean + 0.1 * clipped
+        square = 0.999 * square + 0.001 * clipped**2
+        models.first_moments[name] = mean
+        models.second_moments[name] = square
+        # The moments begin at 0. These divisions remove the bias.
         mean = mean / (1 - 0.9**models.steps)
         square = square / (1 - 0.999**models.steps)
+        direction = mean / (square.sqrt() + settings.adam_epsilon)
         if name.endswith("bias"):
             decay = 0.0
         else:
-            decay = s.weight_decay
-        parameter -= rate * (mean / (square.sqrt() + s.adam_epsilon) + decay * parameter)
+            decay = settings.weight_decay
+        parameter -= rates[role] * (direction + decay * parameter)
 
 
-# 7. ---- steered coefficients
+# 7. ---- steered KL coefficient
 
 
 def steer_kl_coef(
-    coefficient: float, kl_per_completion: float, completions: int, s: Settings
+    coefficient: float,
+    kl_per_completion: float,
+    completions: int,
+    settings: Settings,
 ) -> float:
-    """Ziegler's rule: move in proportion to the error, of which at most 20 % count."""
-    error = max(-0.2, min(0.2, kl_per_completion / s.kl_target - 1))
-    return coefficient * (1 + error * min(completions / s.kl_horizon, 1))
+    """Ziegler's rule: change in proportion to the relative error of the KL, clipped to ±20 %."""
+    error = kl_per_completion / settings.kl_target - 1
+    error = max(-0.2, min(0.2, error))
+    share_of_horizon = min(completions / settings.kl_horizon, 1)
+    return coefficient * (1 + error * share_of_horizon)
 
 
 def iterate(
     models: Models,
     samples: list[Sample],
-    s: Settings,
+    settings: Settings,
     minibatches: list[list[Sample]] | None = None,
     measured: list[Sample] | None = None,
-) -> tuple[Settings, list[dict[str, float]]]:
-    """One iteration on completions of the policy; returns the settings of the next one, and metrics
-    of each step.
+) -> tuple[Settings, list[Metrics]]:
+    """Run one iteration on completions of the policy.
 
-    A minibatch is what an optimizer step learns from: all samples by default, `num_ppo_epochs`
-    times. After the last step the distance of the policy is `measured` on some samples, by default
-    on all.
+    Each optimizer step learns from one of the minibatches. By default it learns from all samples,
+    and there are `num_ppo_epochs` steps. The distance after the last step is of the samples in
+    `measured`, by default of all.
+
+    Returns:
+        The settings of the next iteration, and the metrics of each step.
     """
-    collect(models, samples, s)
-    following = s
-    metrics = list[dict[str, float]]()
-    for minibatch in minibatches or [samples] * s.num_ppo_epochs:
-        if s.target_kl is not None and distance(models, minibatch, s) > s.target_kl:
+    if minibatches is None:
+        minibatches = [samples] * settings.num_ppo_epochs
+    if measured is None:
+        measured = samples
+
+    # 1. to 3. Forward, rewards, advantages.
+    collect(models, samples, settings)
+
+    metrics = []
+    for minibatch in minibatches:
+        # 4. Early stop. Before the first step the distance is 0.
+        limit = settings.target_kl
+        if limit is not None and distance(models, minibatch, settings) > limit:
             break
-        loss, of_step = loss_of(models, minibatch, s)
+
+        # 5. Loss.
+        loss, metrics_of_step = loss_of(models, minibatch, settings)
+
+        # 6. Optimizer step.
         gradient = gradient_of(models, loss)
-        metrics.append(
-            of_step | {f"norm of {role}": norm for role, norm in gradient_norms(gradient).items()}
-        )
-        adam_step(models, gradient, s)
-    metrics[-1]["distance"] = distance(models, samples if measured is None else measured, s)
-    if s.kl_target is not None:  # the KL of these samples steers the next rewards
-        kls = [sample.old.k1.sum().item() for sample in samples if sample.score is not None]
-        coefficient = steer_kl_coef(s.kl_coef, statistics.mean(kls), len(kls), s)
-        following = replace(following, kl_coef=coefficient)
-    return following, metrics
+        for role, norm in gradient_norms(gradient).items():
+            metrics_of_step[f"norm of {role}"] = norm
+        metrics.append(metrics_of_step)
+        adam_step(models, gradient, settings)
+    metrics[-1]["distance"] = distance(models, measured, settings)
+
+    # 7. KL coefficient of the next iteration.
+    if settings.kl_target is None:
+        return settings, metrics
+    kls = []
+    for sample in samples:
+        if sample.score is not None:
+            kls.append(sample.old.k1.sum().item())
+    coefficient = steer_kl_coef(
+        settings.kl_coef,
+        kl_per_completion=statistics.mean(kls),
+        completions=len(kls),
+        settings=settings,
+    )
+    return replace(settings, kl_coef=coefficient), metrics
