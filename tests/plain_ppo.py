@@ -161,6 +161,10 @@ class Recent:
     def mean(self) -> float:
         return sum(weight * x for weight, x in self.weighted) / self.count()
 
+    def differ(self) -> bool:
+        """Whether not all numbers are equal."""
+        return len({x for _, x in self.weighted}) > 1
+
     def deviation(self) -> float:
         """Standard deviation, or 1 if all numbers are equal."""
         mean = self.mean()
@@ -190,8 +194,7 @@ class Units:
         returns of the new rollout are added, but only `end_rollout` records them.
         """
         earlier = self.returns.weighted
-        distinct = {x for _, x in earlier}
-        if len(distinct) < 2:
+        if not self.returns.differ():
             self._move(outcomes, completions)
             self.returns.weighted = earlier
 
@@ -552,7 +555,7 @@ def fit_new(
     for sample in samples:
         for outcome in sample.outcomes:
             targets.append(models.units.in_units(outcome))
-    targets = torch.tensor(targets).double()
+    targets = torch.tensor(targets, dtype=torch.float64)
 
     length = settings.max_completion_length
     width = inputs.shape[1] - WAVES
@@ -813,7 +816,8 @@ def advantages_of_critic(
 
     if settings.normalize_values:
         unit = units.end_rollout(outcomes, len(samples))
-        models.largest_unit = max(models.largest_unit, unit)
+        if units.returns.differ():
+            models.largest_unit = max(models.largest_unit, unit)
         # The returns of a solved task hardly differ. A lower bound keeps their noise small.
         unit = max(unit, 0.1 * models.largest_unit)
         for sample in samples:
