@@ -57,7 +57,7 @@ def ppo(
         [{"params": x, "lr": rate} for x, rate in groups], eps=1e-5, weight_decay=0.0
     )
     plan = BatchPlan(micro_batch_size=len(prompts) // 2, num_mini_batches=2, num_ppo_epochs=4)
-    state = CriticState()  # what a rollout leaves to the next
+    state = CriticState()  # what a rollout leaves to the critic of the next
     largest_unit = 0.0  # largest deviation of the returns so far
     sampling = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=length, eos_token_id=eos, pad_token_id=eos
@@ -82,8 +82,9 @@ def ppo(
             raise ValueError(f"`reward` must return {needed}, got {scores.tolist()}.")
         token_scores = scores[:, None] * (mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1)))
 
-        # 3. Log-probs, and outputs of the critic. It also reads the rewards before each token: here
-        # 0, since the only reward comes last.
+        # 3. Log-probs (0 at padding) and outputs of the critic, of all rows at once: the first
+        # ratios are 1 up to rounding. The critic also reads the rewards before each token: here 0,
+        # since the only reward comes last.
         sequences = replace(sequences, observed=critic.observe(token_scores, mask, state))
         with torch.no_grad():
             old = roles(sequences)
@@ -100,7 +101,7 @@ def ppo(
             summary = roles.read_critic(sequences, critic.summary)
             added, state = fit_new_critic(critic, [summary], state, rewards, steps=mask, mask=mask)
             old = old._replace(values=old.values + added)
-        result, returns = gae_with_critic(
+        result, seen = gae_with_critic(
             rewards,
             old.values,
             mask,
@@ -109,11 +110,11 @@ def ppo(
             discounts=Discounts(1.0, lam),
         )
         # advantages in deviations of the returns, or of a tenth of the largest, if that is more
-        if returns.varies:
-            largest_unit = max(largest_unit, returns.unit)
-        result = divide_by_unit(result, returns, largest_unit)
-        seen = state.rewards.add(token_scores, mask, memory=MEMORY)
-        state = state._replace(returns=returns, rewards=seen)
+        if seen.varies:
+            largest_unit = max(largest_unit, seen.unit)
+        result = divide_by_unit(result, seen, largest_unit)
+        seen_rewards = state.rewards.add(token_scores, mask, memory=MEMORY)
+        state = state._replace(returns=seen, rewards=seen_rewards)
         critic.install(state)  # the first fit counts in its outputs from here on
         data = Rollout(
             sequences,

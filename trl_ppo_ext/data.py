@@ -593,7 +593,7 @@ class StreamedRows:
             yield from itertools.islice(again, -rows % self.prompts_per_rollout)
 
     def __getitems__(self, numbers: list[int]) -> list[dict]:
-        """Rows of increasing numbers, as of a `datasets.Dataset`."""
+        """Rows of increasing numbers; named as in a `datasets.Dataset`, which is read alike."""
         rows = []
         for number in numbers:
             rows.append(next(itertools.islice(self._rows, number - self._next, None)))

@@ -304,11 +304,11 @@ def root_mean_square(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) 
 def whiten(
     x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone, keeps_mean: bool = False
 ) -> tuple[Tensor, float]:
-    """Scale `x` to unit variance over the mask (Bessel-corrected), and to zero mean; return what it
+    """Return `x` with zero mean (unless `keeps_mean`) and unit variance over the mask, and what it
     was divided by.
 
-    If it varies by no more than its rounding, it becomes its mean, with a unit of 1, because its
-    scale is unknown.
+    The variance is Bessel-corrected. If it is no more than rounding, the scale is unknown: `x`
+    becomes 0, or its mean with `keeps_mean`, and the unit is 1.
     """
     mean, variance = torch.stack(_moments(x, mask, all_sum)).tolist()
     varies = variance > 1e-12 * mean**2

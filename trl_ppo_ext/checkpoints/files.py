@@ -29,6 +29,7 @@ from ..modeling.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CRITIC_FOLDER,
+    KINDS,
     STATE,
     VALUE_HEAD,
     digest_of_weights,
@@ -37,7 +38,7 @@ from ..modeling.adapters import (
     save_adapter,
     write_weights,
 )
-from ..modeling.critics import KINDS, CriticState
+from ..modeling.critics import CriticState
 from ..rewards.model import AdapterReward
 from ..rewards.scoring import function_name
 
@@ -85,8 +86,8 @@ def save_critic(
     weights: dict[str, Tensor],
     state: CriticState,
 ) -> None:
-    """Write the value head with the moments of its units, and the critic's adapter in its own
-    folder, if there are."""
+    """Write the value head with the moments of returns and rewards, and the critic's adapter in a
+    folder of its own; those that there are."""
     for file in CRITIC_FILES:  # those of another kind of critic would be read as part of this one
         Path(output_dir, file).unlink(missing_ok=True)
     head = actor_critic.value_head

@@ -194,7 +194,7 @@ def find_checkpoint(resume_from: str | bool, args: PPOConfig, inputs: dict[str, 
         return str(resume_from)
 
     try:
-        # one rank of those that share a disk reads all of it
+        # one rank of those that share a disk verifies the whole checkpoint
         path = on_every_rank(find, *READ_ERRORS, runs=args.should_save)
         places = sorted({entry for entry in gather_object([path]) if entry is not None})
         if len(places) > 1:  # with `save_on_each_node`

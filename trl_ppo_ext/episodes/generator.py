@@ -40,8 +40,8 @@ class Generator(Protocol):
         return nullcontext()
 
     def generate(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[list[int]]:
-        """Sample a completion for each prompt, of at most `max_completion_length` tokens, or of
-        those that fit it."""
+        """Sample a completion for each prompt, of at most as many tokens as its entry in `rooms`,
+        or `max_completion_length`."""
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check if a completion ended by itself, and was not truncated."""

@@ -241,8 +241,6 @@ class EnvironmentPlayer(Player):
         for episode, answer in zip(episodes, answers):
             if isinstance(answer, BaseException):
                 episode.error = answer
-            else:
-                episode.error = None
         return [
             (episode, answer) for episode, answer in zip(episodes, answers) if episode.error is None
         ]

@@ -122,7 +122,8 @@ class Place(NamedTuple):
     key: str = ""
 
     def after(self, ids: list[int]) -> "Place":
-        """Place after some tokens; where a resumed run samples other ones, nothing is recorded."""
+        """Place after some tokens. A resumed run that samples others finds no answer there, and asks
+        again."""
         if self.record.path is None:
             return self
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()

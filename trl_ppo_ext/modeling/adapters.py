@@ -23,6 +23,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 VALUE_HEAD = "value_head.safetensors"
 KIND = "critic"  # in its header
+KINDS = ("head", "adapter", "side")  # of this package
 CRITIC_FOLDER = "critic"
 STATE = "ppo_state.json"  # the run's state besides weights, with its settings
 # next to a pretrained critic: its training and its explained variance
@@ -244,14 +245,15 @@ def read_critic(
         # 1. a critic of a checkpoint, or of `recipes/pretrain_critic.py`
         head = read_weights(head_file)
         kind = kind_of_critic(head_file)
-        if kind != critic:
-            is_own = kind not in ("head", "side", "adapter")
-            remedy = (
-                "`critic_init` takes no critic of one's own" if is_own else f"set `critic={kind!r}`"
+        if kind not in KINDS:
+            raise ValueError(
+                f"`critic_init={path!r}` holds a critic of one's own, {kind!r}, which only a "
+                "checkpoint restores; pretrain one that `critic` names."
             )
+        if kind != critic:
             raise ValueError(
                 f"`critic_init={path!r}` holds a critic of the kind {kind!r}, and `critic` is "
-                f"{critic!r}; {remedy}, or pretrain another."
+                f"{critic!r}; set `critic={kind!r}`, or pretrain another."
             )
         if gamma is not None:
             check_gamma(path, gamma)

@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 # by their names in safetensors files
 PLAIN_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# dtypes in which a model may have been before the one that it has
+# casts that a base may have been through between its file and its present dtype
 ROUNDINGS: tuple[tuple[torch.dtype, ...], ...] = (
     (),
     (torch.bfloat16,),

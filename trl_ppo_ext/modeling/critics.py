@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..distributed import set_weights
 from ..ppo_math import Moments, Reduction
-from .adapters import check_fit
+from .adapters import KINDS, check_fit
 
 SIDE_WIDTH = 256
 SIDE_STATES = 4  # layers that the side network reads, at equal distances
@@ -388,7 +388,6 @@ class SideCritic(ValueHead):
 
 
 CriticFactory = Callable[[Any], Critic]  # from the policy
-KINDS = ("head", "adapter", "side")  # of this package
 
 
 def built_by(factory: CriticFactory, policy: Any, is_normalized: bool) -> Critic:

@@ -65,9 +65,9 @@ def _keeps_float32(device_type: str, dtype: torch.dtype) -> bool:
 
 
 @contextmanager
-def _factors_of(dtype: torch.dtype) -> Iterator[None]:
-    """Let a CPU round factors of float32 products to bfloat16, if they are of that dtype: it is
-    exact, and fast."""
+def _bfloat16_factors(dtype: torch.dtype) -> Iterator[None]:
+    """Let a CPU round the factors of float32 products to bfloat16, if the weight has that dtype:
+    that is exact then, and fast."""
     settings = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
     if settings is None or dtype != torch.bfloat16:
         yield
@@ -98,7 +98,7 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     # elsewhere factors are cast, a block of the weight at a time
     hidden = hidden.float()
     size = max(1, BLOCK // weight.shape[1])
-    with _factors_of(weight.dtype):
+    with _bfloat16_factors(weight.dtype):
         for start in range(0, len(weight), size):
             block = slice(start, start + size)
             torch.mm(hidden, weight[block].float().T, out=out[:, block])

@@ -39,7 +39,7 @@ class CriticAdvantages(NamedTuple):
     returns: Tensor  # what the values are to predict
     targets: Tensor  # the same in the critic's units
     outcomes: Tensor  # sums of the rewards that follow
-    uncut: Tensor  # 1 at outcomes that no limit cut
+    uncut: Tensor  # 1 at outcomes without a value after a limit; at all if these are too few
     explains: Tensor  # what the baseline says of outcomes around their mean
     weights: Tensor | None = None  # [batch, 1 or 2], of the critic and of other completions
     unit: float = 1.0  # by which the advantages are divided, in that of the rewards
@@ -62,7 +62,8 @@ class Discounts(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Completions that a limit cut, and the critic's outputs for the states after them."""
+    """Completions after which the critic's value stands for the rest, and its outputs for those
+    states."""
 
     is_cut: Tensor  # [batch]
     outputs: Tensor  # [batch]

@@ -7,9 +7,8 @@ R of a token:
 
 with α and β that fit the returns of this rollout best, by least squares over its tokens. A critic
 that tells nothing gets α = 0, and the baseline is a constant. With β = 1 and α = 0 it is RLOO's,
-but for the constant. All numbers are
-those of the other prompts of the rollout: a baseline that depended on its own return would bias the
-gradient.
+but for the constant. α, β and the means are of the other prompts of the rollout, R̄ also of earlier
+rollouts: a baseline that depended on its own return would bias the gradient.
 
 What fits some prompts need not hold for others, least of all if a few completions decide. So α and
 β shrink by the squared share of what they explain that they still explain of prompts which were

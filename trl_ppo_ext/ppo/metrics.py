@@ -57,7 +57,7 @@ class Metrics:
         self._entries[key] = merge(self._entries[key], entry) if key in self._entries else entry
 
     def mean(self, name: str, values: Tensor | float, mask: Tensor | None = None) -> None:
-        """Average values over a mask."""
+        """Add values at a mask to a running mean, which [`compute`] returns."""
         values = self._float(values)
         mask = torch.ones_like(values) if mask is None else mask.to(values.dtype)
         # a NaN at a masked position must not leak into the sum

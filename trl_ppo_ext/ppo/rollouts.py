@@ -149,7 +149,7 @@ class Rollout:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors except the token ids, by name."""
+        """Its own tensors by name, without those of `sequences`."""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
     def __len__(self) -> int:
@@ -429,7 +429,7 @@ def collect(
     gather = components.accelerator.gather
     log_groups(metrics, samples.scored, components.args.num_generations, gather)
 
-    # 2. Rewards per token: the KL penalty at every token, the shaped score at the last one.
+    # 2. Rewards per token: the KL penalty at every token, and scores where they enter.
     rewards, after = shaped_rewards(components, samples, run)
     metrics.mean("objective", rewards.sum(1), samples.scored.usable)
 
@@ -470,7 +470,8 @@ def next_kl_coef(
 def shaped_rewards(
     components: Components, samples: Samples, run: RunState
 ) -> tuple[Tensor, RunState]:
-    """Rewards per token: the KL penalty at every token, the shaped score at the last one."""
+    """Rewards per token: the KL penalty at every token, scores where they enter, and what shaping
+    adds at the last one."""
     args = components.args
     tokens = samples.tokens
     scored = samples.scored
@@ -549,6 +550,7 @@ def cut(rows: Tensor, lengths: Tensor, parts: int) -> tuple[Tensor, ...]:
     longest = lengths[rows].tolist()
 
     def ends(budget: int) -> list[int]:
+        """Ends of parts that take as many rows as fit a budget of padded tokens."""
         found = [0]
         for left in reversed(range(parts)):  # a row is left for each of the others
             found.append(min(found[-1] + budget // longest[found[-1]], len(rows) - left))
@@ -561,7 +563,8 @@ def cut(rows: Tensor, lengths: Tensor, parts: int) -> tuple[Tensor, ...]:
 
 
 def micro_batches(args: PPOConfig, sequences: Sequences) -> list[Tensor]:
-    """Rows of each micro-batch, in the order in which they are scored."""
+    """Rows of each micro-batch of the first epoch, in order: the updates cut the same ones, so the
+    first ratio is 1."""
     size = args.per_device_train_batch_size
     minibatches = torch.arange(len(sequences)).split(size * args.gradient_accumulation_steps)
     return [

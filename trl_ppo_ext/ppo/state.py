@@ -23,7 +23,7 @@ class RunState(NamedTuple):
     scores: Mapping[str, Moments] = {}  # of completions
     outcomes: Mapping[str, Moments] = {}  # of what enters at last tokens
     critic: CriticState = CriticState()
-    largest_unit: float = 0.0  # of the returns of a rollout
+    largest_unit: float = 0.0  # largest deviation of returns in the run so far
     information: Information = Information()  # of scores, by which the default λ is chosen
     # [2, rows] episodes of each row, and the sum of their scores, for a curriculum
     played: Tensor = torch.zeros(2, 0)
@@ -36,7 +36,9 @@ class RunState(NamedTuple):
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "RunState":
         """Restore the state that [`to_json`] returned."""
-        fields: dict[str, Any] = {name: _restored(x) for name, x in saved.items()}
+        fields: dict[str, Any] = dict(saved)
+        for name in ("scores", "outcomes"):
+            fields[name] = {key: Moments(*numbers) for key, numbers in saved[name].items()}
         fields["information"] = Information(*saved["information"])
         fields["critic"] = CriticState.from_json(saved["critic"])
         return cls(**fields)
@@ -48,13 +50,4 @@ def _plain(x: Any) -> Any:
         return {name: list(moments) for name, moments in x.items()}
     if isinstance(x, tuple):
         return list(x)
-    return x
-
-
-def _restored(x: Any) -> Any:
-    """Moments from lists of numbers."""
-    if isinstance(x, Mapping):
-        return {name: Moments(*moments) for name, moments in x.items()}
-    if isinstance(x, list) and len(x) == len(Moments()):
-        return Moments(*x)
     return x

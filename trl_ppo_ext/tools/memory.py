@@ -135,7 +135,7 @@ class MemoryEstimate:
 
     @cached_property
     def phases(self) -> DataFrame:
-        """Bytes of each part at the peak of the phases that can have the run's, from the second
+        """Bytes of each part at the peak of each phase (sampling, scoring, updates), from the second
         rollout on."""
         args = self.args
         base = self.base
@@ -172,9 +172,8 @@ class MemoryEstimate:
             "autocast copies": 2 * adapters * self.adapter.parameters if width < 4 else 0,
         }
 
-        # 2. Sampling: all prompts at once, then copies of the logits for the last token; vLLM has
-        # memory of its own
-        # allocated before the first token
+        # 2. Sampling: the prompts of a batch at once, then copies of the logits for the last token.
+        # vLLM has memory of its own. Keys and values are allocated before the first token.
         cache: float = 2 * width * base.kv_width * base.layers * sampled * length
         prefill = {"KV cache": cache, "activations": base.forward(sampled * prompt, width)}
         last = {"KV cache": cache, "sampling": sampled * base.vocabulary * (width + 24)}
