@@ -372,6 +372,8 @@ class PPOTrainer(Trainer):
         self._samples: dict[str, Samples] = {}  # last batch by mode, logged with the next metrics
         self._takes_step = True
         self._last_step = 0
+        self._tokens_since_log = 0
+        self._last_log = time.perf_counter()
         self._skipped = 0  # optimizer steps in a row
         self._is_collecting = False
         self._evaluated = "eval"  # prefix of the last evaluation's metrics

@@ -109,6 +109,8 @@ def iterations(trainer, gpu):
         if iteration:  # a number read from the simulated GPU is 0, so the critic has seen no return
             # that differ
             critic = trainer.run_state.critic._replace(returns=Moments(1.0, 0.0, 1.0))
+            if trainer.actor_critic.value_head is not None:  # nor is it fitted again
+                critic = trainer.actor_critic.value_head.settled(critic)
             trainer.run_state = trainer.run_state._replace(critic=critic)
         gpu.waits.clear()
         rollout.clear()

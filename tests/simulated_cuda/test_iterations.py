@@ -15,9 +15,9 @@ from simulation import compile_guard
 
 # read by the host in every rollout, for what
 ROLLOUT = {
-    "transformers.py:generate": 1,  # sampled tokens
+    "decoder.py:generate": 1,  # sampled tokens
     "scoring.py:score_all": 1,  # failed rewards over all ranks
-    "rollouts.py:sample": 1,  # completions that are not finite
+    "rollouts.py:without_nonfinite": 1,  # completions that are not finite
     "metrics.py:log_hacking": 1,  # completions that occurred before
     "updates.py:start": 1,  # optimizer steps without a token
     "trainer.py:_collect": 1,  # tokens over all ranks
@@ -25,12 +25,12 @@ ROLLOUT = {
 # moments of the rewards and of the returns; a score beyond all others, and its warning; what scores
 # tell for λ
 WITH_CRITIC = {
-    "math.py:add": 2,
-    "math.py:outlier": 1,
+    "ppo_math.py:add": 2,
+    "ppo_math.py:outlier": 1,
     "credit.py:outlying": 1,
     "places.py:add": 1,
 }
-PLAIN = WITH_CRITIC | {"math.py:whiten": 1}
+PLAIN = WITH_CRITIC | {"ppo_math.py:whiten": 1}
 OF_CRITIC = {"no critic": {}, "value head": PLAIN, "reward model": PLAIN | {"model.py:score": 1}}
 # per optimizer step: skip it if its gradient is not finite
 UPDATE = {"trainer.py:_get_grad_norm": 1}
