@@ -146,8 +146,8 @@ class PPOTrainer(Trainer):
             Rewards that are logged but never optimized. If they fall while the reward rises, the
             reward is hacked.
         critic_factory (`Callable`, *optional*):
-            Function from the policy to a [`~modeling.Critic`] of one's own, in place of the one
-            that `critic` of the config names. See docs/critics.md.
+            Function from the policy to a [`Critic`] of your own, in place of the one that `critic`
+            of the config names. See docs/critics.md.
         curriculum (`Callable`, *optional*): Weighs the rows of the dataset by their scores. See
         docs/environments.md.
 

@@ -241,6 +241,17 @@ def test_unreadable_run_state_is_reported_to_all_ranks(copy, monkeypatch):
     assert told[-1].startswith("SafetensorError")
 
 
+def test_checkpoint_of_another_version_is_told_as_such(copy):
+    path = copy / "checkpoint-2" / "ppo_state.json"
+    state = json.loads(path.read_text())
+    state["run"].pop("critic")
+    path.write_text(json.dumps(state))
+    seal(copy / "checkpoint-2")
+    message = r"checkpoint-2` has other contents .* 'critic'\); resume with the version that wrote"
+    with pytest.raises(CheckpointError, match=message):
+        trainer(copy, max_steps=3, **SAVING).train(resume_from_checkpoint=True)
+
+
 @pytest.mark.parametrize("source", [True, "checkpoint-2"])
 @pytest.mark.parametrize("names", [*[[name] for name in PROGRESS], PROGRESS[:2]], ids=" ".join)
 def test_sealed_checkpoint_without_its_progress_is_named(run, tmp_path, names, source):

@@ -224,8 +224,8 @@ def _read(directory: str, args: PPOConfig, inputs: dict[str, Any]) -> Checkpoint
         progress = Progress.from_tensors(tensors, run, args.device)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"`{directory}` lacks {error}: another version of this package has written it; resume "
-            "with that version."
+            f"`{directory}` has other contents than this version of the package writes "
+            f"({type(error).__name__}: {error}); resume with the version that wrote it."
         ) from error
     if args.kl_target is None:  # a constant coefficient is the config's
         progress = progress._replace(run=progress.run._replace(kl_coef=args.kl_coef))

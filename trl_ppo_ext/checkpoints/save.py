@@ -100,7 +100,7 @@ def write_trainer_files(
     state: TrainerState,
     callbacks: list[TrainerCallback],
 ) -> None:
-    """Write the state of the Trainer itself, in its own files; without an optimizer with
+    """Write the state of the Trainer itself, in its own files; `optimizer` is `None` with
     DeepSpeed, which writes its own."""
     if optimizer is not None:
         torch.save(optimizer, directory / OPTIMIZER_NAME)

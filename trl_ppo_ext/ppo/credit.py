@@ -375,8 +375,8 @@ def discounts_of(
     If both levels count, γ and λ of turns are at their ends.
     """
     args = components.args
-    options = components.args.critic_options
-    level = components.args.advantage_level
+    options = args.critic_options
+    level = args.advantage_level
     turns = samples.sequences.turns
     scores, places = enter_at(samples.scored.tokens, samples.scored.places, turns)
     information = run.information
