@@ -13,6 +13,7 @@ from transformers.utils import logging
 from trl_ppo_ext import PPOTrainer, ppo_math
 from trl_ppo_ext.data import PromptError
 from trl_ppo_ext.episodes.record import ANSWERS
+from trl_ppo_ext.modeling.critics import CriticState
 from trl_ppo_ext.ppo import credit, rollouts
 from trl_ppo_ext.ppo.advantages import OVER_GROUPS
 from trl_ppo_ext.sequences import Sequences
@@ -226,6 +227,26 @@ def test_new_critic_is_fitted_to_the_first_scored_rollout(tmp_path, normalize_va
     )
     run.train()
     assert first_fit[0] == 0 < first_fit[1]
+
+
+def test_first_fit_counts_in_values_after_a_limit(tmp_path, monkeypatch):
+    """Though it is installed only before the updates."""
+    compared = []
+    outputs_after = credit.outputs_after
+
+    def recorded(components, samples, run_state, first_fit):
+        outputs = outputs_after(components, samples, run_state, first_fit)
+        head = components.actor_critic.value_head
+        head.install(CriticState(first_fit=first_fit))
+        compared.append((outputs, outputs_after(components, samples, run_state)))
+        head.install(CriticState())
+        return outputs
+
+    monkeypatch.setattr(credit, "outputs_after", recorded)
+    first_rollout(episodes_run(tmp_path, Limited, critic="side"))
+    [(outputs, installed)] = compared
+    assert outputs.unique().numel() > 4
+    torch.testing.assert_close(outputs, installed)
 
 
 def equal_first(completion_ids, trainer_state, **kwargs):
