@@ -69,6 +69,24 @@ def test_own_critic_resumes_bit_for_bit(tmp_path):
     assert saved.keys() == {"values", "share", "returns", "rewards"}
 
 
+class Keeping(Clock):
+    """Keeps the state that it is to use."""
+
+    def install(self, state):
+        self.installed = state
+
+
+def test_critic_uses_the_state_of_the_best_model(tmp_path):
+    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    run = run_of(tmp_path, critic_factory=lambda policy: Keeping(), **settings)
+    run.train()
+    head = run.actor_critic.value_head
+    last = head.installed
+    run.state.best_model_checkpoint = str(tmp_path / "checkpoint-4")
+    run._load_best_model()
+    assert head.installed == run.run_state.critic != last
+
+
 def test_run_with_another_critic_does_not_resume(tmp_path):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
     run_of(tmp_path / "whole", **settings).train()
