@@ -9,7 +9,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from trl_ppo_ext import PPOConfig
-from trl_ppo_ext.episodes.decoder import why_not_reused
+from trl_ppo_ext.episodes.transformers_generator import why_not_stepped
 from trl_ppo_ext.modeling.loading import load_actor_critic, name_of_loader
 from trl_ppo_ext.tools.memory import model_sizes, on_meta
 
@@ -38,13 +38,13 @@ has the policy's logits on a plain reload of the base. Weights of real size were
 
 - **Packed rows**: a micro-batch has no padding. Otherwise its rows are padded to the longest, and a line of the log
   says why.
-- **Cache**: keys and values are kept between the turns of an episode, and rows that have ended leave the batch while
-  the others are sampled. Otherwise each turn reads all earlier ones again, and a line says why. vLLM
-  ([Generation](generation.md)) has a cache of its own.
+- **Steps**: sampling runs one step over static memory, rows that have ended leave the batch while the others are
+  sampled, and keys and values are kept between the turns of an episode. Otherwise `generate` samples, each turn reads
+  all earlier ones, and a line says why ([Generation](generation.md)). vLLM has a cache of its own.
 - **Estimate**: `trl-ppo estimate` knows the memory of its layers. Otherwise measure a few steps.
 - A reload takes `AutoModelForCausalLM`, or the class under the table. The model card of a run has the code.
 
-| family | class | packed rows | cache | estimate |
+| family | class | packed rows | steps | estimate |
 |---|---|---|---|---|
 """
 TAIL = """
@@ -243,7 +243,7 @@ def row(family: str, folder: str) -> str:
     actor_critic.prepare_forwards()
     answers = {
         "packed rows": actor_critic.why_not_packed is None,
-        "cache": why_not_reused(actor_critic, GenerationConfig(use_cache=True)) is None,
+        "steps": why_not_stepped(actor_critic, GenerationConfig(use_cache=True)) is None,
         "estimate": can_be_estimated(model.config),
     }
     return (

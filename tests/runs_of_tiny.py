@@ -4,6 +4,7 @@ import torch
 from tiny import KEYS, config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext.episodes.generator import cut_at_stop
 from trl_ppo_ext.modeling import TokenScores
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.sequences import Sequences
@@ -44,16 +45,18 @@ def rollouts_of(built, seen=None):
 def write_completions(built, completions_of):
     """Let a function of the prompts' token ids write completions in place of the policy."""
 
-    def sample(input_ids, attention_mask, *args, **kwargs):
-        written = completions_of(
-            [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask)]
-        )
-        width = max(map(len, written))
-        # cut after the first EOS
-        padded = input_ids.new_tensor([ids + [1] * (width - len(ids)) for ids in written])
-        return torch.cat([input_ids, padded], 1)
+    generator = built.components.player.generator
 
-    built.actor_critic.sample = sample
+    def generate(prompts, rooms=None):
+        written = completions_of(prompts)
+        rooms = rooms or [built.args.max_completion_length] * len(prompts)
+        generator.sampled_logprobs = None
+        return [
+            cut_at_stop(ids[:room], generator.stop_token_ids) for ids, room in zip(written, rooms)
+        ]
+
+    generator.generate = generate
+    generator.conversation = lambda: lambda prompts, rooms, rows: generate(prompts, rooms)
 
 
 def micro_batches_of(built):

@@ -151,6 +151,9 @@ class PPOConfig(TRLFields, TrainingArguments):
     `gradient_accumulation_steps` if `num_mini_batches` is set."""
     per_device_generation_batch_size: int | None = number(None, at_least=1)
     """Completions sampled at a time per process, for vLLM as it decides. Default: all."""
+    dequantize_for_generation: bool = False
+    """Sample from a copy of the 4-bit base in 16 bits, with which training computes as well. It
+    takes two bytes per parameter during a rollout, and pays on GPUs with fast memory."""
     max_completion_length: int = number(256, at_least=1)
     """Maximum length of a completion, in tokens."""
     stop_token_ids: list[int] | None = None

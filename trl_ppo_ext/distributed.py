@@ -142,6 +142,12 @@ def gathered(parameters: Iterable[Any], changed: bool = False) -> Iterator[None]
         yield
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Check if FSDP or ZeRO-3 shards the weights of a model."""
+    by_fsdp = any(isinstance(x, FSDPModule) for x in model.modules())
+    return by_fsdp or any(hasattr(x, "ds_id") for x in model.parameters())
+
+
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Gather all weights, once for all forwards within.

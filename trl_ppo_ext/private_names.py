@@ -82,6 +82,7 @@ PRIVATE_NAMES = [
     # models
     ("transformers:PreTrainedConfig", "_attn_implementation", "forwards over rows without padding"),
     ("transformers:PreTrainedModel", "_supports_flash_attn", "forwards over rows without padding"),
+    ("transformers:PreTrainedModel", "_supports_sdpa", "speed: sampling beside flash attention"),
     ("transformers:PreTrainedModel", "_no_split_modules", "FSDP layer by layer"),
     ("transformers:PreTrainedModel", "is_backend_compatible", "forwards over rows without padding"),
     ("transformers:PreTrainedModel", "is_remote_code", "reuse of keys and values between turns"),
@@ -105,6 +106,11 @@ PRIVATE_NAMES = [
         "transformers.cache_utils:",
         "DynamicLayer",
         "rows that leave, and reuse of keys and values between turns",
+    ),
+    (
+        "transformers.cache_utils:DynamicLayer",
+        "is_compileable",
+        "speed: the host reads the mask in each step",
     ),
     # adapters
     ("peft.tuners.tuners_utils:BaseTunerLayer", "_disable_adapters", "the reference"),

@@ -934,6 +934,7 @@ class PPOTrainer(Trainer):
         """Finalize training; keep the checkpoint of a signal, and skip a damaged best
         checkpoint."""
         self._last_complete = None  # the weights may become those of the best checkpoint
+        self.components.player.generator.release()
         if self.preempted:
             step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             if Path(self.args.output_dir, step) not in self._validity:

@@ -184,7 +184,7 @@ def train(
         processing_class=tokenizer(),
         **supervised,
         environment_factory=Game if plays else None,
-        curriculum=(lambda episodes, scores: 0.01 + scores) if weighs else None,
+        curriculum=(lambda episodes, scores: 0.01 + scores.clamp(min=0)) if weighs else None,
     )
     if not (sample or plays):
         write_completions(trainer, completions_of)

@@ -131,14 +131,15 @@ def test_sampling_error_on_one_rank_ends_all_with_a_checkpoint(tmp_path, shardin
     def fail():
         built = trainer(tmp_path, max_steps=8, **sharding)
 
-        sample = built.actor_critic.sample
+        generator = built.components.player.generator
+        sample = generator.generate
 
         def failing(*args, **kwargs):
             if built.state.global_step == 4 and built.accelerator.process_index == 1:
                 raise FaultError("no memory")
             return sample(*args, **kwargs)
 
-        built.actor_critic.sample = failing
+        generator.generate = failing
         try:
             built.train()
         except Exception as error:

@@ -115,12 +115,13 @@ class Counted:
 
         monkeypatch.setattr(fused._Projection, "log_softmax", log_softmax)
         counted = {
-            "sample": "generate",
             "score_responses": "score_tokens",
             "reference_logprobs": "score_tokens",
         }
         for name, phase in counted.items():
             monkeypatch.setattr(actor_critic, name, self.within(phase, getattr(actor_critic, name)))
+        generator = trainer.components.player.generator
+        generator.generate = self.within("generate", generator.generate)
         trainer.compute_loss = self.within("loss", trainer.compute_loss)
         trainer.updates.measure = self.within("measure", trainer.updates.measure)
 
@@ -161,7 +162,7 @@ EXTRA_FORWARDS = {"head": (2, 1), "adapter": (3, 2), "none": (2, 1)}
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 @pytest.mark.parametrize("critic", EXTRA_FORWARDS)
 def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
-    """One per sampled token; then policy, reference and critic adapter once per micro-batch.
+    """One for the prompts and one per sampled token; then policy, reference and critic adapter once per micro-batch.
 
     Only sampled tokens reach the vocabulary: once each for policy and reference, and once per
     epoch; while sampling, only the newest position.
@@ -171,7 +172,7 @@ def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
     counted = step(measures=False, critic=critic, **settings)
     plan, (scoring, update) = counted.trainer.plan, EXTRA_FORWARDS[critic]
     micro_batches = plan.num_mini_batches * plan.gradient_accumulation_steps
-    assert counted.forwards["generate"] == int(counted.sequences.completion_lengths.max())
+    assert counted.forwards["generate"] == 1 + int(counted.sequences.completion_lengths.max())
     assert counted.forwards["score_tokens"] == scoring * micro_batches
     assert counted.forwards["loss"] == update * micro_batches * plan.num_ppo_epochs
     tokens = int(counted.sequences.completion_lengths.sum())

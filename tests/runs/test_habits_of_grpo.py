@@ -279,17 +279,18 @@ def test_clip_ratios_per_completion_and_step_times_are_logged(tmp_path):
 
 def recorded_temperatures(built):
     seen = []
-    sample = built.actor_critic.sample
+    sampler = built.components.player.generator.static_sampler()
+    sample = sampler.sample
 
-    def recording(ids, mask, config, **kwargs):
-        seen.append((len(ids), config.temperature, config.top_k))
-        return sample(ids, mask, config, **kwargs)
+    def recording(prompts, rooms, temperature, *args):
+        seen.append((len(prompts), temperature))
+        return sample(prompts, rooms, temperature, *args)
 
-    built.actor_critic.sample = recording
+    sampler.sample = recording
     return seen
 
 
-@pytest.mark.parametrize("cooled, used", [(None, (0.7, 0)), (0.2, (0.2, 0)), (0.0, (1.0, 1))])
+@pytest.mark.parametrize("cooled, used", [(None, 0.7), (0.2, 0.2), (0.0, 0.0)])
 def test_evaluation_samples_at_its_temperature(tmp_path, cooled, used):
     built = trainer(
         tmp_path, temperature=0.7, eval_temperature=cooled, eval_dataset=prompts(4), max_steps=2
@@ -299,7 +300,7 @@ def test_evaluation_samples_at_its_temperature(tmp_path, cooled, used):
     two = built.evaluate()
     assert one["eval_completions/mean_length"] == two["eval_completions/mean_length"]
     built.train()
-    assert seen == [(4, *used), (4, *used), (8, 0.7, 0)]
+    assert seen == [(4, used), (4, used), (8, 0.7)]
 
 
 def test_greedy_evaluation_is_that_of_generate(tmp_path, inputs):

@@ -64,6 +64,7 @@ def test_loop_gets_the_rewards_of_the_trainer(tmp_path, capsys, equal_first):
         "cliprange": None,
         "vf_coef": 0.5,
         "target_kl": None,
+        "generation_kwargs": {"cache_implementation": "dynamic"},  # `generate` as in the loop
     }
     args = config(
         tmp_path,

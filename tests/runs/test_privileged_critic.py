@@ -206,10 +206,9 @@ def test_secret_reaches_one_role_alone(tmp_path, capsys, role, settings):
 
     saving = {"save_strategy": "steps", "save_steps": 3, "log_completions": True}
     run = trainer(tmp_path, reward_funcs=reward, dataset=secret_prompts(), **saving, **settings)
-    sample = run.actor_critic.sample
-    run.actor_critic.sample = lambda ids, *args, **kwargs: (
-        generated.extend(ids.tolist()) or sample(ids, *args, **kwargs)
-    )
+    generator = run.components.player.generator
+    generate = generator.generate
+    generator.generate = lambda prompts: generated.extend(prompts) or generate(prompts)
     rollouts = rollouts_of(run)
     run.train()
     run.save_model()

@@ -132,6 +132,7 @@ def test_gradient_without_advantages_is_that_of_transformers(
         "critic": "none",
         "num_generations": 4,
         "kl_coef": 0.0,
+        "target_kl": None,
         "loss_aggregation": aggregation,
     }
     equal = lambda completion_ids, **kwargs: [1.0] * len(completion_ids)  # noqa: E731

@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import time
+from copy import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -288,6 +289,7 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
     torch.manual_seed(0)
     episodes = [torch.randint(4, 28, (3 + 2 * row,)).tolist() for row in range(6)]
     turns = generator.conversation()
+    alone = another(generator)
     rows = list(range(6))
     tails = []
     for turn in range(4):
@@ -295,10 +297,17 @@ def test_turns_reuse_keys_and_values_of_earlier_ones(tmp_path, batch_size, lengt
         sampled = turns(episodes, [length] * len(episodes), rows)
         if turn and batch_size is None:  # only what is new
             assert seen[0][0] == len(episodes) and seen[0][1] <= max(map(len, tails)) + 1
-        assert sampled == generator.generate(episodes, [length] * len(episodes))
+        assert sampled == alone.generate(episodes, [length] * len(episodes))
         rows = [row for row in range(len(episodes)) if (row + turn) % 4 != 1]
         tails = [[4 + (row + turn + k) % 20 for k in range(1 + (row + turn) % 3)] for row in rows]
         episodes = [episodes[row] + sampled[row] + tail for row, tail in zip(rows, tails)]
+
+
+def another(generator):
+    """A generator of the same policy, with keys and values of its own."""
+    other = copy(generator)
+    other._sampler = None
+    return other
 
 
 @pytest.mark.parametrize(
@@ -315,19 +324,19 @@ def test_empty_observations_change_neither_cache_nor_samples(tmp_path, silent):
     torch.manual_seed(0)
     episodes = [torch.randint(4, 28, (3 + row,)).tolist() for row in range(8)]
     turns = generator.conversation()
-    alone = generator.conversation()
+    alone = another(generator).conversation()
     for turn in range(6):
         sampled = turns(episodes, [3] * 8, list(range(8)))
-        assert sampled == generator.generate(episodes, [3] * 8)
+        assert sampled == another(generator).generate(episodes, [3] * 8)
         assert alone(episodes[:1], [3], [0]) == sampled[:1]
         if silent(turn):
             tail = []
         else:
             tail = [5 + turn]
         # the last one is read next
-        assert alone.cache.get_seq_length() == len(episodes[0]) + len(sampled[0]) - 1
+        assert alone.last.width == len(episodes[0]) + len(sampled[0]) - 1
         episodes = [ids + new + tail for ids, new in zip(episodes, sampled)]
-    assert turns.cache.get_seq_length() <= max(map(len, episodes)) + 6
+    assert turns.last.width <= max(map(len, episodes)) + 6
 
 
 @pytest.mark.parametrize(

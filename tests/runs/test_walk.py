@@ -18,7 +18,13 @@ IDEAS = {
         "ppo/baseline.py",
         "ppo/places.py",
     },
-    "what samples, and its protocol": {"episodes/generator.py", "episodes/decoder.py"},
+    "what samples, from its protocol to a step": {
+        "episodes/generator.py",
+        "episodes/transformers_generator.py",
+        "episodes/static_sampler.py",
+        "episodes/static_step.py",
+        "episodes/static_memory.py",
+    },
 }
 
 

@@ -83,10 +83,12 @@ def move(trainer, gpu):
     for metrics in trainer._metrics.values():
         metrics.device = DEVICE
 
-    def sampled(inputs, rooms, cache=None):
-        return torch.zeros(len(inputs[0]), max(rooms), dtype=torch.long, device=DEVICE).tolist()
+    length = trainer.args.max_completion_length
 
-    trainer.components.player.generator._generate_batch = sampled
+    def sampled(prompts):
+        return torch.zeros(len(prompts), length, dtype=torch.long, device=DEVICE).tolist()
+
+    trainer.components.player.generator.generate = sampled
 
 
 def iterations(trainer, gpu):

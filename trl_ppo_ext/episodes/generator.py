@@ -39,6 +39,9 @@ class Generator(Protocol):
         """Context of a rollout or a batch of an evaluation, in which the policy does not change."""
         return nullcontext()
 
+    def release(self) -> None:
+        """Free what the next rollout would have used again."""
+
     def generate(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[list[int]]:
         """Sample a completion for each prompt, of at most as many tokens as its entry in `rooms`,
         or `max_completion_length`."""

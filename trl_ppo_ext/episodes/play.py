@@ -22,7 +22,6 @@ from ..modeling import ActorCritic
 from ..rewards.scoring import guarded, seeded
 from ..text import protected, text_only
 from .chat import CHARACTERS
-from .decoder import TransformersGenerator
 from .environments import (
     Environments,
     TextEnvironment,
@@ -33,6 +32,7 @@ from .environments import (
 from .episode import Episode, decode
 from .generator import Generator
 from .record import ANSWERS, Answer, Place, Record, forget
+from .transformers_generator import TransformersGenerator
 from .vllm_generator import OverlappingGenerator, VLLMGenerator
 
 

@@ -99,12 +99,38 @@ def adapter_layers(policy: PeftModel) -> Iterator[tuple[nn.Module, frozenset[str
 
 
 @contextmanager
-def fused(policy: PeftModel, name: str) -> Iterator[None]:
+def attention_by_masks(model: PreTrainedModel) -> Iterator[None]:
+    """Replace flash attention, which takes no mask, by SDPA or eager attention."""
+    configs = [x.config for x in model.modules() if hasattr(x, "config")]
+    changed = [x for x in configs if x._attn_implementation not in ("sdpa", "eager")]
+    own = [x._attn_implementation for x in changed]
+    try:
+        for x in changed:
+            x._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
+        yield
+    finally:
+        for x, implementation in zip(changed, own):
+            x._attn_implementation = implementation
+
+
+# operands of a layer with LoRA by their dtype
+Products = dict[torch.dtype, tuple[Tensor, Tensor]]
+
+
+@contextmanager
+def fused(
+    policy: PeftModel, name: str, kept: dict[nn.Module, Products] | None = None
+) -> Iterator[None]:
     """Compute plain LoRA, whose weights must be gathered, in three operations per layer instead
-    of PEFT's six."""
+    of PEFT's six.
+
+    Operands are copies, which `kept` keeps by layer: the next context overwrites them, so their
+    addresses stay, as a CUDA graph needs it.
+    """
     # PEFT imports bitsandbytes for the second
     plain = {lora.Linear, getattr(lora, "Linear4bit", lora.Linear)}
     changed = []
+    kept = {} if kept is None else kept
     try:
         for x in policy.modules():
             # replaced by a hook
@@ -112,8 +138,13 @@ def fused(policy: PeftModel, name: str) -> Iterator[None]:
                 continue
             if name not in x.lora_variant and not x.lora_bias[name]:
                 changed.append(x)
-                weights = x.lora_A[name].weight, x.lora_B[name].weight
-                x.forward = partial(_add_product, x.base_layer, *weights, x.scaling[name], {})
+                down = x.lora_A[name].weight
+                up = x.lora_B[name].weight
+                copies = kept.setdefault(x, {})
+                for kept_down, kept_up in copies.values():
+                    kept_down.copy_(down.detach())
+                    kept_up.copy_(up.detach().T)
+                x.forward = partial(_add_product, x.base_layer, down, up, x.scaling[name], copies)
         yield
     finally:
         for x in changed:
@@ -121,16 +152,74 @@ def fused(policy: PeftModel, name: str) -> Iterator[None]:
 
 
 def _add_product(
-    base: nn.Module, down: Tensor, up: Tensor, scale: float, copies: dict, inputs: Tensor
+    base: nn.Module, down: Tensor, up: Tensor, scale: float, copies: Products, inputs: Tensor
 ) -> Tensor:
     """Output of a layer with LoRA; autocast ignores operations in place, so their operands are
     cast here."""
     outputs = base(inputs)
     dtype = outputs.dtype
-    down, up = copies.get(dtype) or copies.setdefault(dtype, (down.to(dtype), up.to(dtype).T))
+    if dtype not in copies:
+        copies[dtype] = (
+            down.detach().to(dtype, copy=True),
+            up.detach().to(dtype, copy=True).T,
+        )
+    down, up = copies[dtype]
     narrow = nn.functional.linear(inputs.to(dtype), down).flatten(0, -2)
     outputs.view(-1, outputs.shape[-1]).addmm_(narrow.to(dtype), up, alpha=scale)
     return outputs
+
+
+@contextmanager
+def dequantized(policy: PeftModel, copies: dict[nn.Module, Tensor]) -> Iterator[None]:
+    """Compute 4-bit layers with copies of their weights in 16 bits, with which training computes
+    as well; `copies` keeps them by layer."""
+    # on a CPU, bitsandbytes may have packed weights for a faster product of its own
+    layers = [x for x in four_bit_layers(policy) if not is_packed_for_cpu(x)]
+    try:
+        for x in layers:
+            if x not in copies:
+                copies[x] = _dequantized_weight(x)
+            x.forward = partial(_linear, copies[x], x.bias)
+        yield
+    finally:
+        for x in layers:
+            vars(x).pop("forward", None)
+
+
+def four_bit_layers(policy: PeftModel) -> list[Any]:
+    """Linear layers of a base that bitsandbytes has quantized to 4 bits."""
+    layers = [x for x in policy.modules() if isinstance(x, nn.Linear)]
+    return [x for x in layers if hasattr(x.weight, "quant_state")]
+
+
+def is_packed_for_cpu(layer: Any) -> bool:
+    """Check if a 4-bit layer has weights in a format that only a CPU reads."""
+    return getattr(layer.weight.quant_state, "packing_format_for_cpu", False)
+
+
+def _dequantized_weight(layer: Any) -> Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return weight.to(layer.compute_dtype or weight.dtype)
+
+
+def _linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
+    """Output of a layer in the dtype of its inputs, as that of a 4-bit layer."""
+    bias = None if bias is None else bias.to(weight.dtype)
+    outputs = nn.functional.linear(inputs.to(weight.dtype), weight, bias)
+    return outputs.to(inputs.dtype)
+
+
+@contextmanager
+def contiguous_states(head: nn.Module) -> Iterator[None]:
+    """Project contiguous states: torch would copy the projection for each row of last states,
+    which are a slice of the prompts' states."""
+    hook = head.register_forward_pre_hook(lambda head, args: (args[0].contiguous(),))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager
@@ -207,6 +296,7 @@ class ActorCritic(nn.Module):
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.active_adapter: str | None = self.policy_adapter
         self._layers = list(adapter_layers(policy))
+        self._products: dict[nn.Module, Products] = {}  # LoRA of the policy, for `stepping`
         self._is_checked = False  # until the first rollout
         self.why_not_packed: str | None = "its logits were not checked"  # `None` if rows are packed
         self._logit_scale, self._logit_cap = logit_scale_and_cap(policy.get_base_model().config)
@@ -520,15 +610,13 @@ class ActorCritic(nn.Module):
         # the scored one
         own = base.generation_config
         base.generation_config = GenerationConfig()
-        # torch would copy the projection for each row of last states, which are a slice of the
-        # prompts' states
         head = base.get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda head, args: (args[0].contiguous(),))
         try:
             with ExitStack() as stack:
+                stack.enter_context(contiguous_states(head))
                 # with a static cache, transformers compiles on a GPU, and would again for each new
                 # forward
-                if not config.cache_implementation:
+                if config.cache_implementation in (None, "dynamic"):
                     stack.enter_context(fused(self.policy, self.policy_adapter))
                     if self.cast_lm_head_to_fp32:
                         stack.enter_context(in_float32(head))
@@ -537,7 +625,27 @@ class ActorCritic(nn.Module):
                 )
         finally:
             base.generation_config = own
-            hook.remove()
+
+    @contextmanager
+    def stepping(self, copies: dict[nn.Module, Tensor] | None = None) -> Iterator[PreTrainedModel]:
+        """Context in which the base samples as the policy, by forwards that a CUDA graph may
+        replay in this context and in later ones.
+
+        With `copies`, 4-bit layers compute with weights in 16 bits, which are kept there.
+        """
+        # threads of environments may have left contexts of others in any order
+        self._activate(self.policy_adapter)
+        base = self.policy.get_base_model()
+        head = base.get_output_embeddings()
+        with torch.no_grad(), ExitStack() as stack:
+            stack.enter_context(attention_by_masks(base))
+            stack.enter_context(contiguous_states(head))
+            if copies is not None:
+                stack.enter_context(dequantized(self.policy, copies))
+            stack.enter_context(fused(self.policy, self.policy_adapter, self._products))
+            if self.cast_lm_head_to_fp32:
+                stack.enter_context(in_float32(head))
+            yield base
 
     def train(self, mode: bool = True) -> "ActorCritic":
         """Set the mode; of the policy only layers that may be recomputed train, so that updates

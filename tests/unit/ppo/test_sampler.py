@@ -259,7 +259,7 @@ def test_weights_multiply_the_advantages_of_a_rollout(tmp_path, monkeypatch):
             vllm_importance_sampling_mode="token_truncate",
             **settings,
         )
-        built = trainer(tmp_path, max_steps=1, seed=3)
+        built = trainer(tmp_path, max_steps=1, seed=4)
         played = []
         player = built.components.player
         score_tokens = rollouts_module.score_tokens

@@ -1,6 +1,7 @@
 """Generators: completions of every cache, stop tokens and strings, bad settings."""
 
 import inspect
+from copy import copy
 
 import peft
 import pytest
@@ -12,7 +13,7 @@ from transformers import BitsAndBytesConfig, Cache, MistralConfig, MistralForCau
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.episodes.decoder import LEAVING, TransformersGenerator
+from trl_ppo_ext.episodes.transformers_generator import TransformersGenerator
 from trl_ppo_ext.sequences import Sequences
 
 # several lengths, some repeated more often than others, and not all side by side
@@ -88,9 +89,144 @@ def test_uneven_prompts_have_the_same_completions_in_a_batch(build, case):
     model, kwargs = CACHES[case]
     trainer = build(model(), generation_kwargs=kwargs)
     generator = greedily(trainer)
-    assert generator.reuses == (case == "dynamic cache")  # in the turns of episodes
+    assert (generator.static_sampler() is None) == bool(kwargs)
     expected = [greedily(trainer).generate([row])[0] for row in UNEVEN]  # one at a time
     assert generator.generate(UNEVEN) == expected
+
+
+# ---- steps over static memory, which test_static_sampler.py has by themselves ----
+
+
+def only_generates(generator):
+    """Let `generate` sample."""
+    generator.why_not_stepped = "a test compares with it"
+    return generator
+
+
+@pytest.mark.parametrize(
+    "model, settings, steps",
+    [
+        (llama, {}, True),
+        (sliding, {"top_p": 0.9}, True),
+        (llama, {"repetition_penalty": 1.2}, False),
+        (llama, {"generation_kwargs": {"cache_implementation": "static"}}, False),
+    ],
+)
+def test_generator_samples_by_steps_where_it_can(build, model, settings, steps):
+    trainer = build(model(), **settings)
+    generator = trainer.components.player.generator
+    assert (generator.static_sampler() is not None) == steps
+    calls = []
+    sample = trainer.actor_critic.sample
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return sample(*args, **kwargs)
+
+    trainer.actor_critic.sample = counted
+    generator.generate(UNEVEN)
+    assert bool(calls) != steps
+
+
+@pytest.mark.parametrize("model", [llama, sliding])
+def test_steps_have_the_greedy_tokens_of_generate_after_an_update(build, model):
+    trainer = build(model())
+    for seed in range(2):
+        redraw(trainer, seed)
+        generator = greedily(trainer)
+        by_steps = generator.generate(UNEVEN)
+        assert only_generates(generator).generate(UNEVEN) == by_steps
+
+
+def test_fallback_to_generate_is_said_once(build, caplog, monkeypatch):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    logging.get_logger(TransformersGenerator.__module__).warning_once.__func__.cache_clear()
+    for _ in range(2):
+        build(repetition_penalty=1.2)
+    said = "Sampling calls `generate`"
+    assert caplog.text.count(said) == 1 and "because `repetition_penalty` is set" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        ({}, "got True for a base without 4-bit layers"),
+        ({"repetition_penalty": 1.2}, "because `repetition_penalty` is set"),
+    ],
+)
+def test_dequantizing_needs_4_bits_and_steps(build, tmp_path, settings, reason):
+    model = llama()
+    quantization = None
+    if settings:
+        model.save_pretrained(tmp_path / "base")
+        model = str(tmp_path / "base")
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    with pytest.raises(ValueError, match=f"`dequantize_for_generation` must be False, .*{reason}"):
+        build(model, quantization, dequantize_for_generation=True, **settings)
+
+
+def test_a_run_with_a_dequantized_base_frees_the_copy(build, tmp_path):
+    llama(hidden_size=64).save_pretrained(tmp_path / "base")
+    trainer = build(
+        str(tmp_path / "base"),
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        dequantize_for_generation=True,
+        max_steps=2,
+    )
+    generator = trainer.components.player.generator
+    copied = []
+    generate = generator.generate
+
+    def noted(*args):
+        completions = generate(*args)
+        copied.append(len(generator._weights))
+        return completions
+
+    generator.generate = noted
+    trainer.train()
+    assert copied[0] == 14 and not generator._weights
+    first = trainer.state.log_history[0]
+    assert first["ratio/mean"] == first["ratio/max"] == 1
+
+
+def test_memory_of_sampling_is_freed_after_training(build):
+    trainer = build(max_steps=1)
+    generator = trainer.components.player.generator
+    steps = []
+    generator.release = lambda: steps.append(trainer.state.global_step)
+    trainer.train()
+    assert steps[-1] == 1  # and those before are after rollouts
+
+
+def test_batches_of_a_rollout_sample_as_one(build):
+    generator = build().components.player.generator
+    results = []
+    for generator.batch_size in (None, 3):
+        torch.manual_seed(0)
+        results.append(generator.generate(UNEVEN))
+        assert list(map(len, generator.sampled_logprobs)) == list(map(len, results[-1]))
+    assert results[0] == results[1]
+
+
+def test_conversations_in_turn_do_not_take_each_others_keys(build):
+    trainer = build(llama(max_position_embeddings=256))
+    generator = greedily(trainer)
+    conversations = [generator.conversation(), generator.conversation()]
+    prompts = [UNEVEN, EVEN]
+    for _ in range(3):
+        for number, turns in enumerate(conversations):
+            ids = prompts[number]
+            sampled = turns(ids, [4] * len(ids), list(range(len(ids))))
+            assert sampled == greedily(trainer).generate(ids, [4] * len(ids))
+            prompts[number] = [x + new + [5] for x, new in zip(ids, sampled)]
+
+
+def test_memory_of_a_rollout_is_freed_on_a_cpu(build):
+    generator = build().components.player.generator
+    with generator.awake():
+        generator.generate(UNEVEN)
+        assert generator.static_sampler().memory.nbytes() > 0
+    assert generator.static_sampler().memory.nbytes() == 0
 
 
 def renamed(trunk, name):
@@ -110,15 +246,15 @@ def renamed(trunk, name):
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "renamed_again"])
-def test_rows_leave_a_cache_of_either_name_and_a_new_one_warns(build, name, caplog, monkeypatch):
+def test_steps_take_a_cache_of_either_name_and_a_new_one_warns(build, name, caplog, monkeypatch):
     """Names of another package change: a faster way that is not taken says so."""
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
-    logging.get_logger("trl_ppo_ext.episodes.decoder").warning_once.__func__.cache_clear()
+    logging.get_logger(TransformersGenerator.__module__).warning_once.__func__.cache_clear()
     trainer = build(llama())
     trunk = trainer.actor_critic.trunk
     monkeypatch.setattr(trunk, "__class__", renamed(trunk, name))
     generator = greedily(trainer)
-    assert generator.reuses == (name != "renamed_again")
+    assert (generator.why_not_stepped is None) == (name != "renamed_again")
     said = "takes neither `cache` nor `past_key_values`" in caplog.text
     assert said == (name == "renamed_again")
 
@@ -135,7 +271,7 @@ def test_each_row_samples_within_its_own_room(build, case):
     assert short == [ids[:room] for ids, room in zip(completions, rooms)]
 
 
-def test_cache_is_allocated_once_and_samples_like_transformers(build, monkeypatch):
+def test_keys_and_values_are_allocated_once(build, monkeypatch):
     """No allocator reserves more than all bytes that are ever allocated."""
     allocated = []
     caches = []
@@ -161,16 +297,13 @@ def test_cache_is_allocated_once_and_samples_like_transformers(build, monkeypatc
     monkeypatch.setattr(Cache, "update", counted)
     trainer = build(max_completion_length=40, generation_kwargs={"min_new_tokens": 40})
     generator = trainer.components.player.generator
-    sampled = []
     ratios = []
-    for generator.reuses in (False, True):
-        torch.manual_seed(0)
+    for sampling in (generator, only_generates(copy(generator))):
         allocated.clear()
-        sampled.append(generator.generate(UNEVEN))
+        sampling.generate(UNEVEN)
         used = sum(x.nbytes for layer in caches[-1].layers for x in (layer.keys, layer.values))
         ratios.append(sum(x.nbytes() for x in allocated) / used)
-    assert sampled[0] == sampled[1]
-    assert ratios[0] > 10 and ratios[1] < 1.1
+    assert ratios[0] < 1.1 and ratios[1] > 10
 
 
 # ---- rows that end before others ----
@@ -209,7 +342,9 @@ def test_rows_that_ended_leave_and_greedy_completions_stay(build, in_turns):
     completions = []
     ratios = []
     answered = list(range(0, 64, 3))[::-1]
-    for generator.leaving in (1, LEAVING):
+    sampler = generator.static_sampler()
+    fewer_rows = sampler._fewer_rows
+    for sampler._fewer_rows in (lambda rows, live: rows, fewer_rows):
         turns = generator.conversation() if in_turns else anew(generator)
         steps.clear()
         first = turns(prompts, [50] * 64, list(range(64)))
@@ -223,7 +358,8 @@ def test_rows_that_ended_leave_and_greedy_completions_stay(build, in_turns):
 
 
 @pytest.mark.parametrize("in_turns", [False, True])
-def test_logprobs_of_sampled_tokens_follow_their_rows(build, in_turns):
+@pytest.mark.parametrize("steps", [True, False])
+def test_logprobs_of_sampled_tokens_follow_their_rows(build, steps, in_turns):
     """Through rows that leave, turns with a cache, stop tokens and rooms; before filters, at the
     temperature."""
     settings = {
@@ -234,6 +370,8 @@ def test_logprobs_of_sampled_tokens_follow_their_rows(build, in_turns):
     }
     trainer = build(llama(max_position_embeddings=256), **settings)
     generator = trainer.components.player.generator
+    if not steps:
+        only_generates(generator)
     ids = torch.randint(8, 32, (64, 7)).tolist()
     turns = generator.conversation() if in_turns else anew(generator)
     rows = list(range(64))
@@ -257,24 +395,6 @@ def test_logprobs_at_another_temperature_are_not_kept(build):
     generator.evaluates = True
     generator.generate(UNEVEN)
     assert generator.sampled_logprobs is None
-
-
-@pytest.mark.parametrize(
-    "settings", [{"generation_kwargs": {"min_new_tokens": 2}}, {"repetition_penalty": 1.2}]
-)
-def test_rows_that_ended_wait_if_a_batch_must_be_one_call(build, settings):
-    trainer = build(stop_token_ids=list(range(16, 32)), **settings)
-    calls = []
-    generator = trainer.components.player.generator
-    sample = trainer.actor_critic.sample
-
-    def counted(*args, **kwargs):
-        calls.append(args)
-        return sample(*args, **kwargs)
-
-    trainer.actor_critic.sample = counted
-    lengths = {len(ids) for ids in generator.generate(UNEVEN * 4)}
-    assert len(calls) == 1 and len(lengths) > 2
 
 
 @pytest.mark.parametrize("task_type", ["CAUSAL_LM", None])
@@ -353,10 +473,16 @@ def readable():
 
 
 @pytest.mark.parametrize("pad_token", ["<eos>", "w3"])
-def test_completions_end_at_the_token_completing_a_stop_string(build, pad_token):
+@pytest.mark.parametrize("read_every", [1, 3, None])
+def test_completions_end_at_the_token_completing_a_stop_string(build, read_every, pad_token):
+    """Whether steps are read one by one, as on a CPU, or several at once; or with `generate`."""
     strings = ["w1", "w20 w", "w9"]  # also within w10 to w19; two tokens; w9
     trainer = build(processing_class=readable(), stop_strings=strings, pad_token=pad_token)
     generator = trainer.components.player.generator
+    if read_every is None:
+        only_generates(generator)
+    else:
+        generator.static_sampler().read_every = read_every
     decode = trainer.processing_class.decode
     prompts = [[6, 7, 25], [5], [9, 25]] * 20  # the prompt's w1 and w20 do not count
     completions = generator.generate(prompts)
@@ -370,6 +496,23 @@ def test_completions_end_at_the_token_completing_a_stop_string(build, pad_token)
         assert not any(string in decode(ids[:-1]) for string in strings) and 1 not in ids[:-1]
         assert generator.has_stopped(ids) == (end or ids[-1] == 1)
         assert len(ids) == 8 or generator.has_stopped(ids)
+
+
+@pytest.mark.parametrize("read_every", [1, 4])
+def test_turns_that_a_stop_string_ended_continue_as_if_read_anew(build, read_every):
+    """Tokens that were sampled after the string, until the next read, are hidden."""
+    trainer = build(
+        llama(max_position_embeddings=256), processing_class=readable(), stop_strings=["w1"]
+    )
+    generator = greedily(trainer)
+    generator.static_sampler().read_every = read_every
+    turns = generator.conversation()
+    episodes = [[6, 7, 25], [5], [9, 25]] * 4
+    for _ in range(4):
+        completions = turns(episodes, [8] * 12, list(range(12)))
+        assert completions == only_generates(greedily(trainer)).generate(episodes, [8] * 12)
+        episodes = [ids + new + [12] for ids, new in zip(episodes, completions)]
+    assert len({len(ids) for ids in completions}) > 1
 
 
 def test_completions_that_a_stop_string_ended_are_not_truncated(build):
