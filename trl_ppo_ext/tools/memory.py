@@ -28,6 +28,9 @@ from transformers.training_args import OptimizerNames
 from ..arguments import as_list, context_of
 from ..config import PPOConfig
 from ..data import prompt_limit
+from ..episodes.static_memory import whole_blocks
+from ..episodes.static_sampler import BLOCK, BLOCK_ON_CPU, PROMPT_TOKENS
+from ..episodes.transformers_generator import KEPT
 from ..modeling.critics import SIDE_WIDTH, side_layers
 from ..modeling.loading import (
     add_policy_adapter,
@@ -58,6 +61,9 @@ OPTIMIZERS = {
 }
 OPTIMIZERS |= {"sgd": 0, "paged_adamw": 0, "paged_adamw_32bit": 0, "paged_adamw_8bit": 0}
 ATTENTION = (None, "sdpa", "flash_attention_2", "flash_attention_3")
+# logits of a sampled token: of the model, in float32, at the temperature; their softmax, and the
+# shares and sums of 8 bytes that draw a token
+BYTES_PER_LOGIT = 36
 # which share their inputs
 QKV = {"q_proj", "k_proj", "v_proj"}
 GATE_UP = {"gate_proj", "up_proj"}
@@ -172,11 +178,22 @@ class MemoryEstimate:
             "autocast copies": 2 * adapters * self.adapter.parameters if width < 4 else 0,
         }
 
-        # 2. Sampling: the prompts of a batch at once, then copies of the logits for the last token.
-        # vLLM has memory of its own. Keys and values are allocated before the first token.
-        cache: float = 2 * width * base.kv_width * base.layers * sampled * length
-        prefill = {"KV cache": cache, "activations": base.forward(sampled * prompt, width)}
-        last = {"KV cache": cache, "sampling": sampled * base.vocabulary * (width + 24)}
+        # 2. Sampling: prompts, then copies of the logits for one token at a time. Keys and values
+        # are allocated before the first token. On a GPU they stay while the model is trained if
+        # they are small, with the memory of graphs. vLLM has memory of its own.
+        columns = whole_blocks(length, BLOCK if self.on_gpu else BLOCK_ON_CPU)
+        cache: float = 2 * width * base.kv_width * base.layers * sampled * columns
+        prompt_tokens = min(sampled * prompt, max(PROMPT_TOKENS, prompt))
+        logits_of_step = sampled * base.vocabulary * BYTES_PER_LOGIT
+        prefill = {"KV cache": cache, "activations": base.forward(prompt_tokens, width)}
+        last = {"KV cache": cache, "sampling": logits_of_step}
+        copies = 0
+        if args.dequantize_for_generation:
+            copies = width * base.linear
+        stays: dict[str, float] = {}
+        if self.on_gpu and cache <= KEPT and not copies and args.generation_backend != "vllm":
+            stays = {"KV cache": cache, "sampling": logits_of_step}
+        sampling = [{"dequantized base": copies} | stays | peak for peak in (prefill, last)]
 
         # 3. Scoring, one reward at a time; reward adapters compute in float32
         judged = min(args.per_device_reward_batch_size, batch) * length
@@ -212,7 +229,7 @@ class MemoryEstimate:
             early = 0
 
         moments: dict[str, list[dict[str, float]]] = {
-            "generate": [{}] if args.generation_backend == "vllm" else [prefill, last],
+            "generate": [{}] if args.generation_backend == "vllm" else sampling,
             "score": [{"activations": peak} for peak in scoring or [0]],
             "update": [
                 {"activations": trunk + states, "gradients": early},
@@ -225,7 +242,7 @@ class MemoryEstimate:
             ],
         }
         peaks = {
-            name: resident | max(parts, key=lambda x: sum(x.values()))
+            name: resident | stays | max(parts, key=lambda x: sum(x.values()))
             for name, parts in moments.items()
         }
         return DataFrame(peaks).where(lambda table: table > 0).dropna(how="all")

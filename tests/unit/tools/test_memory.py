@@ -14,6 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import trl_ppo_ext
 from trl_ppo_ext import estimate_memory
+from trl_ppo_ext.episodes.transformers_generator import KEPT
 from trl_ppo_ext.rewards import load_classifier
 from trl_ppo_ext.tools.memory import (
     OPTIMIZERS,
@@ -264,6 +265,23 @@ def test_larger_runs_need_more(tmp_path, less, more):
     assert smaller.needed < larger.needed
     for phase in ("generate", "score"):
         assert smaller.phases[phase].sum() <= larger.phases[phase].sum()
+
+
+@pytest.mark.parametrize("settings, stays", [({}, True), ({"on_gpu": False}, False)])
+def test_small_memory_of_sampling_stays_on_a_gpu(tmp_path, settings, stays):
+    run = estimate(tmp_path, **settings)
+    for name in ("KV cache", "sampling"):
+        assert (part(run, "update", name) > 0) == stays
+    large = estimate(tmp_path, **settings, gradient_accumulation_steps=4096)
+    assert part(large, "generate", "KV cache") > KEPT
+    assert part(large, "update", "KV cache") == 0
+
+
+def test_copy_of_a_dequantized_base_is_there_during_rollouts_only(tmp_path):
+    base = replace(BASE, quantization="4bit")
+    run = estimate(tmp_path, base=base, dequantize_for_generation=True)
+    assert part(run, "generate", "dequantized base") == base.width * base.linear
+    assert part(run, "update", "dequantized base") == part(run, "update", "KV cache") == 0
 
 
 def test_colocated_vllm_takes_its_share_of_the_device(tmp_path):
