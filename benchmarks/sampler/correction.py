@@ -30,7 +30,7 @@ def with_noise(trainer, noise, seed):
     base."""
     import torch
 
-    from trl_ppo_ext.episodes.decoder import TransformersGenerator
+    from trl_ppo_ext.episodes.transformers_generator import TransformersGenerator
     from trl_ppo_ext.ppo.guards import SamplerComparison
     from trl_ppo_ext.sequences import Sequences
 

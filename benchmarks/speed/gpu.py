@@ -1,39 +1,44 @@
-"""What a CUDA GPU does, in calls of at most ten minutes, which may leave cases to others:
+"""What a CUDA GPU does, in calls of at most ten minutes. A call goes on where earlier ones ended:
 
-    bash benchmarks/speed/gpu.sh --parts steps
-    bash benchmarks/speed/gpu.sh --parts padding
-    bash benchmarks/speed/gpu.sh --parts overlap sampling
+    bash benchmarks/speed/gpu.sh
+    bash benchmarks/speed/gpu.sh --parts graphs
 
-steps: PPO steps, compared with those of TRL's trainers and with memory limits. A step is: generate,
-score, values and reference, advantages, four epochs of updates. Medians over the steps after the
-warm-up, peaks of the allocator by phase, and `estimate_memory`. padding: tokens computed for each
-real one, and seconds, of packed and padded micro-batches (padding.py). sampling: tokens per second
-of each backend (backends.py). overlap: completions per second with the next rollout sampled beside
-the updates, on two GPUs (overlap.py).
+graphs: sampling by steps. Tokens of CUDA graphs are those of single steps and of `generate`, for
+ten families; milliseconds per token of each (steps.py). steps: PPO steps, compared with those of
+TRL's trainers and with memory limits. A step is: generate, score, values and reference, advantages,
+four epochs of updates. Medians over the steps after the warm-up, peaks of the allocator by phase,
+and `estimate_memory`. padding: tokens computed for each real one, and seconds, of packed and padded
+micro-batches (padding.py). sampling: tokens per second of each backend (backends.py). overlap:
+completions per second with the next rollout sampled beside the updates, on two GPUs (overlap.py).
 
 Models have Qwen2.5's shapes and random weights; only missing packages are downloaded (never torch).
 Without bitsandbytes, NF4 is replaced by bf16. Each case runs in its own process with a time limit,
 and one that fails does not stop the others. benchmarks/results/gpu.json is written after every
-case, and keeps earlier results. A case that cannot be run is skipped, with the reason in the file.
+case, and keeps earlier results: a case that this code has done on this device is not run again,
+unless by `--again`. A case that cannot be run is skipped, with the reason in the file.
 
     bash benchmarks/speed/gpu.sh --cases "7B NF4, NF4 reward" "0.5B bf16"
     # tiny models, also on a CPU; installs nothing, judges nothing:
-    bash benchmarks/speed/gpu.sh --smoke
+    bash benchmarks/speed/gpu.sh --tiny
 """
 
 import argparse
 import configparser
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -44,23 +49,25 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = HERE.parent / ".environments"
 RESULTS = HERE.parent / "results" / "gpu.json"
-SMOKE_RESULTS = ROOT / "runs" / "gpu_smoke.json"
+TINY_RESULTS = ROOT / "runs" / "gpu_tiny.json"
 GB = 1e9
 ROOM = 22 * GB  # bytes of the weights of all shapes
 TRL = "1.12.0"
+OPTIONAL = ["liger-kernel"]  # packages of some cases only
 MARK = "RESULT "  # prefix of a result in the output of a case
+LEAST = 20  # seconds that must be left to begin a case
 LIMIT = "BENCHMARK_SECONDS"  # variable with the time limit of a process
 PHASES = ("generate", "score", "forward", "update")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Steps of one program on models of one shape."""
+    """Measurements of one program on models of one shape."""
 
-    shape: str
+    shape: str  # or the family of a tiny model, of "tokens"
     base: str = "bf16"  # or "nf4"
     reward: str = "bf16"  # a classifier of the same shape; "nf4"; or an "adapter" on the base
-    program: str = "ours"  # or "trl", "grpo", "padding", "sampling", "overlap"
+    program: str = "ours"  # or another one of gpu_case.py
     prompt: int = 128
     response: int = 128
     batch: int = 16  # completions of a micro-batch
@@ -75,13 +82,25 @@ class Case:
     attention: str = "sdpa"  # or "flash_attention_2"
     sampler: str = "transformers"  # or "vllm", in the process
     lengths: str = "of many lengths"  # or "of one length"
+    liger: bool = False  # with Liger's kernels, of this package
+    dequantizes: bool = False  # samples with a copy of the 4-bit base in 16 bits
+    generates: bool = False  # beside steps, of "times"
 
     @property
     def part(self) -> str:
         """Part of the measurements."""
+        if self.program in ("tokens", "times"):
+            return "graphs"
         if self.program in ("ours", "trl", "grpo"):
             return "steps"
         return self.program
+
+    @property
+    def process(self) -> tuple:
+        """Common settings of the cases of one process, which loads their model once."""
+        if self.program == "tokens":
+            return (self.program,)
+        return (self.program, self.shape, self.base, self.liger)
 
 
 LONG: dict[str, Any] = {
@@ -96,8 +115,39 @@ LONG: dict[str, Any] = {
     "limit": 240,
 }
 QUICK = LONG | {"response": 64, "warmup": 1}
+# of a tiny model each; those with experts and dynamic rotary embeddings may copy from the host
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "mixtral",
+    "deepseek_v3",
+    "llama, dynamic rope",
+)
 # most important first, because the time limit may end the run
-CASES = {
+CASES: dict[str, Case] = {}
+for family in FAMILIES:
+    CASES[f"{family}, tokens"] = Case(family, base="fp32", program="tokens", limit=60)
+for shape, base, kernels, limit in (
+    ("0.5B", "bf16", "", 90),
+    ("7B", "NF4", "", 240),
+    ("0.5B", "bf16", ", Liger", 90),
+):
+    for number in (16, 64, 4, 128):
+        CASES[f"{shape} {base}, {number} rows{kernels}"] = Case(
+            f"Qwen2.5-{shape}",
+            base=base.lower(),
+            program="times",
+            batch=number,
+            limit=limit,
+            liger=bool(kernels),
+            generates=number in (16, 4) and not kernels,
+        )
+CASES |= {
     "0.5B NF4, NF4 reward": Case("Qwen2.5-0.5B", reward="nf4", **QUICK),
     "0.5B NF4, reward adapter": Case("Qwen2.5-0.5B", reward="adapter", **QUICK),
     "7B NF4, NF4 reward": Case("Qwen2.5-7B", reward="nf4", bar=16, **LONG),
@@ -114,6 +164,18 @@ CASES = {
     "1.5B NF4, short": Case("Qwen2.5-1.5B", base="nf4", reward="nf4"),
     "7B NF4, short": Case("Qwen2.5-7B", base="nf4", reward="nf4"),
 }
+CASES["0.5B bf16, Liger"] = Case("Qwen2.5-0.5B", liger=True)
+for number in (16, 128):
+    CASES[f"7B NF4, {number} rows, dequantized"] = Case(
+        "Qwen2.5-7B", base="nf4", program="times", batch=number, limit=150, dequantizes=True
+    )
+CASES["7B NF4, reward adapter, dequantized"] = Case(
+    "Qwen2.5-7B", reward="adapter", dequantizes=True, **LONG
+)
+CASES["0.5B bf16, an update"] = Case("Qwen2.5-0.5B", program="updates")
+CASES["7B NF4, an update"] = Case(
+    "Qwen2.5-7B", program="updates", reward="adapter", **LONG | {"warmup": 1}
+)
 SAMPLED: dict[str, Any] = {"program": "sampling", "response": 256, "limit": 200}
 for shape, base in {"0.5B": "bf16", "7B": "nf4"}.items():
     name = f"{shape} {base.replace('nf4', 'NF4')}"
@@ -140,13 +202,13 @@ for shape in ("0.5B", "7B"):  # trainer and server have the same base
     CASES[f"{shape} bf16, overlap"] = Case(
         f"Qwen2.5-{shape}", program="overlap", response=256, steps=8, limit=270
     )
-PARTS = ["steps", "padding", "sampling", "overlap"]
+PARTS = ["graphs", "steps", "updates", "padding", "sampling", "overlap"]
 
 
-def case_of(name: str, smoke: bool) -> Case:
+def case_of(name: str, tiny: bool) -> Case:
     """A case as it is run: with tiny sizes, and in bf16 without bitsandbytes."""
     case = CASES[name]
-    if smoke:
+    if tiny:
         case = replace(
             case,
             prompt=6,
@@ -154,7 +216,7 @@ def case_of(name: str, smoke: bool) -> Case:
             batch=2,
             accumulation=min(case.accumulation, 2),
             steps=1,
-            limit=60,
+            limit=120,
         )
     if importlib.util.find_spec("bitsandbytes") is None and "nf4" in (case.base, case.reward):
         case = replace(case, base="bf16", reward=case.reward.replace("nf4", "bf16"), bar=None)
@@ -247,7 +309,8 @@ def provide(wheels: str | None) -> None:
     if importlib.util.find_spec("packaging") is None:  # reads requirements
         install("packaging", target, wheels)
     # new packages may have requirements
-    while wanted := [x for x in lacking(asked_for()) if name_of(x) not in tried]:
+    requirements = [*asked_for(), *OPTIONAL]
+    while wanted := [x for x in lacking(requirements) if name_of(x) not in tried]:
         for requirement in wanted:
             tried.add(name_of(requirement))
             install(requirement, target, wheels)
@@ -263,7 +326,10 @@ def why_not(case: Case) -> str | None:
     needed = ["torch", "transformers", "accelerate", "peft", "datasets", "trl"]
     needed += ["vllm"] if "vllm" in case.sampler or case.program == "overlap" else []
     needed += ["flash_attn"] if "flash" in case.attention else []
-    if case.program == "overlap" and gpus() == 1:
+    needed += ["liger_kernel"] if case.liger else []
+    if case.liger and not gpus():
+        return "Liger's kernels need a GPU"
+    if case.program == "overlap" and len(gpus()) == 1:
         return "server and trainer need a GPU each, and there is one"
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
@@ -274,8 +340,8 @@ def why_not(case: Case) -> str | None:
 # ---- processes ----
 
 
-def start(arguments: list[str], program: str, limit: float) -> tuple[str, str, str | None]:
-    """Run one process; return stdout, stderr, and the reason of a failure or None."""
+def start(arguments: list[str], program: str, **streams: Any) -> subprocess.Popen:
+    """Start a process of gpu_case.py, in a group that can be ended as one."""
     if program == "trl":
         first = [str(ENVIRONMENTS / "trl")]
     else:
@@ -284,71 +350,124 @@ def start(arguments: list[str], program: str, limit: float) -> tuple[str, str, s
     environment = {
         "PYTHONPATH": os.pathsep.join(x for x in paths if x),
         "HF_HUB_OFFLINE": "1",
-        LIMIT: str(limit),
     }
     if program != "overlap":  # the Trainer would spread a batch over all GPUs
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(
             ","
         )[0]
     command = [sys.executable, str(HERE / "gpu_case.py"), *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-            timeout=max(limit, 1),
-        )
-    except subprocess.TimeoutExpired as error:
-        out, errors = (
-            x.decode(errors="replace") if isinstance(x, bytes) else x or ""
-            for x in (error.stdout, error.stderr)
-        )
-        return out, errors, f"it took more than {limit:.0f} s"
-    return done.stdout, done.stderr, f"exit status {done.returncode}" if done.returncode else None
+    return subprocess.Popen(
+        command, env=os.environ | environment, text=True, process_group=0, **streams
+    )
 
 
-def run(names: list[str], directory: str, smoke: bool, limit: float) -> dict[str, dict]:
-    """Run cases of one program in one process; return results by name."""
-    program = CASES[names[0]].program
-    options = [directory, *(["--smoke"] if smoke else [])]
-    made = {
-        p.name
-        for p in Path(directory).glob("*")
-        if (p / "adapter" / "adapter_model.safetensors").exists()
-    }
-    for shape in {CASES[name].shape for name in names} - made if program == "trl" else ():
-        began = time.monotonic()
-        # TRL's process could not import ours
-        *_, failed = start([*options, "--make", shape], "ours", limit)
-        limit -= time.monotonic() - began
+class Limit:
+    """Ends a process, and those that it started, after some seconds."""
+
+    def __init__(self, process: subprocess.Popen, seconds: float):
+        self.process = process
+        self.seconds = max(seconds, 1)
+        self.is_over = False
+        self.timer = threading.Timer(self.seconds, self._end)
+        self.timer.start()
+
+    def _end(self) -> None:
+        self.is_over = True
+        end(self.process)
+
+    def cancel(self) -> None:
+        self.timer.cancel()
+
+    def reason(self) -> str:
+        """Reason why the process gave no result."""
+        if self.is_over:
+            return f"it took more than {self.seconds:.0f} s"
+        return f"exit status {self.process.wait()}"
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a process, and those that it started."""
+    with suppress(ProcessLookupError):  # all have ended
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def make(shapes: Iterable[str], options: list[str], until: float) -> str | None:
+    """Write models of these shapes; return the reason of a failure or `None`.
+
+    TRL's process cannot import this package, which makes them.
+    """
+    directory = Path(options[0])
+    for shape in shapes:
+        if (directory / shape / "adapter" / "adapter_model.safetensors").exists():
+            continue
+        process = start([*options, "--make", shape], "ours")
+        limit = Limit(process, until - time.monotonic())
+        failed = process.wait() != 0
+        limit.cancel()
         if failed:
-            return {
-                name: {"status": "failed", "reason": f"models were not made: {failed}"}
-                for name in names
-            }
-    out, errors, failed = start([*options, *names], program, limit)
-    results: dict[str, dict] = {}
-    for text in out.splitlines():
-        if text.startswith(MARK):
-            name, result = json.loads(text.removeprefix(MARK))
-            results[name] = result
-    for name in names:
-        if results.setdefault(name, {"status": "failed"})["status"] != "done":
-            results[name].setdefault("reason", failed or "no output")
-            results[name].setdefault("errors", errors.strip()[-1500:])
-    return results
+            return f"models were not made: {limit.reason()}"
+    return None
+
+
+def run(
+    names: list[str], directory: str, tiny: bool, until: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run cases in one process; yield each result, also of a part of a case, when it comes.
+
+    The process ends with a case that fails or takes too long, or with the time; cases after it
+    have no result.
+    """
+    program = CASES[names[0]].program
+    options = [directory, *(["--tiny"] if tiny else [])]
+    if program == "trl":
+        failure = make(sorted({CASES[name].shape for name in names}), options, until)
+        if failure is not None:
+            for name in names:
+                yield name, {"status": "failed", "reason": failure}
+            return
+
+    def seconds(name: str) -> float:
+        return min(case_of(name, tiny).limit, until - time.monotonic())
+
+    waiting = list(names)
+    told: dict[str, Any] = {}  # of the case that runs
+    os.environ[LIMIT] = str(seconds(waiting[0]))
+    with tempfile.TemporaryFile("w+") as errors:
+        process = start([*options, *names], program, stdout=subprocess.PIPE, stderr=errors)
+        limit = Limit(process, seconds(waiting[0]))
+        try:
+            for text in process.stdout or ():
+                if not text.startswith(MARK):
+                    continue
+                name, told = json.loads(text.removeprefix(MARK))
+                yield name, told
+                if told["status"] == "cut short":
+                    continue
+                limit.cancel()
+                waiting.remove(name)
+                if told["status"] == "failed" or not waiting or until - time.monotonic() < LEAST:
+                    return
+                told = {}
+                limit = Limit(process, seconds(waiting[0]))
+            errors.seek(0)
+            told = told or {"status": "failed"}
+            told |= {"reason": limit.reason(), "errors": errors.read().strip()[-1500:]}
+            yield waiting[0], told
+        finally:
+            limit.cancel()
+            end(process)
+            process.wait()
 
 
 # ---- results ----
 
 
-def judged(case: Case, result: dict, smoke: bool) -> list[dict]:
+def judged(case: Case, result: dict, tiny: bool) -> list[dict]:
     """Each limit with True if it was met; None on a CPU, with tiny models, or for an incomplete
     case."""
     if "estimate" not in result:
         return []
-    real = result["status"] == "done" and result["hardware"]["device"] != "cpu" and not smoke
+    real = result["status"] == "done" and result["hardware"]["device"] != "cpu" and not tiny
     peak = result["peak_gb"]["allocated"]
     estimate = result["estimate"]["peak_gb"]
     bars: list[tuple[str, bool]] = [
@@ -359,12 +478,37 @@ def judged(case: Case, result: dict, smoke: bool) -> list[dict]:
     return [{"bar": bar, "met": met if real else None} for bar, met in bars]
 
 
+def read(path: Path) -> dict[str, dict]:
+    """Results of the file, if there is one."""
+    if not path.exists():
+        return {}
+    return json.loads(path.read_text())["results"]
+
+
+@cache
+def code() -> str:
+    """Digest of the code that is measured, and of that which measures."""
+    digest = hashlib.sha256()
+    folders = [ROOT / "trl_ppo_ext", HERE, HERE.parent / "peers", HERE.parent / "memory"]
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def is_of_today(name: str, result: dict, tiny: bool) -> bool:
+    """Check if a result is of this code, on this device, with the settings of the case."""
+    device = gpus()[0] if gpus() else "cpu"
+    return (
+        result.get("code") == code()
+        and result.get("hardware", {}).get("device") == device
+        and result["settings"] == asdict(case_of(name, tiny))
+    )
+
+
 def keep(path: Path, results: dict[str, dict]) -> None:
     """Merge results into the file; a skipped case does not replace an earlier result."""
-    if path.exists():
-        written = json.loads(path.read_text())["results"]
-    else:
-        written = {}
+    written = read(path)
     for name, result in results.items():
         if result["status"] != "skipped" or written.get(name, {}).get("status") != "done":
             written[name] = result
@@ -415,7 +559,7 @@ def show(names: list[str], results: dict[str, dict]) -> None:
         compared = (
             ours
             and ours["status"] == "done"
-            and not ours["smoke"]
+            and not ours["tiny"]
             and results[name]["status"] == "done"
         )
         print(line(name, results[name], ours if compared else None))
@@ -429,53 +573,62 @@ def show(names: list[str], results: dict[str, dict]) -> None:
             print(f"{name}: {bar['bar']}: {verdicts[bar['met']]}")
 
 
-def groups(names: list[str], smoke: bool) -> list[list[str]]:
-    """Cases by process: one each, but tiny cases share one, because imports would take longest."""
-    if not smoke:
-        return [[name] for name in names]
-    by_process: dict[str, list[str]] = {}
+def groups(names: list[str], tiny: bool) -> list[list[str]]:
+    """Cases by process: those that share a model, and almost all tiny ones, because imports would
+    take longest."""
+    by_process: dict[tuple, list[str]] = {}
     for name in names:
-        program = CASES[name].program
-        by_process.setdefault(program if program in ("trl", "overlap") else "ours", []).append(name)
+        case = CASES[name]
+        process: tuple = (name,)
+        if tiny:
+            process = (case.program if case.program in ("trl", "overlap") else "ours",)
+        elif case.part == "graphs":
+            process = case.process
+        by_process.setdefault(process, []).append(name)
     return list(by_process.values())
 
 
 def measure(
-    names: list[str], smoke: bool, path: Path, seconds: float, directory: str
+    names: list[str], tiny: bool, path: Path, seconds: float, directory: str
 ) -> dict[str, dict]:
-    """Run cases until the time is up."""
+    """Run cases until the time is up; print and write each result when it comes."""
     results: dict[str, dict] = {}
     until = time.monotonic() + seconds
     unmet = lacking(asked_for())
-    for group in groups(names, smoke):
-        rows = {
-            name: {"status": "skipped", "reason": why}
-            for name in group
-            if (why := why_not(CASES[name]))
+
+    def note(name: str, result: dict) -> None:
+        result |= {
+            "settings": asdict(case_of(name, tiny)),
+            "tiny": tiny,
+            "code": code(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "packages_lacking": unmet,
         }
-        able = [name for name in group if name not in rows]
-        left = until - time.monotonic()
-        limit = sum(CASES[name].limit for name in able)
-        if able and left < 20:
-            rows |= {
-                name: {"status": "skipped", "reason": "the time was up; run it by --cases"}
-                for name in able
-            }
-        elif able:
-            rows |= run(able, directory, smoke, min(left, limit))
-        for name, result in rows.items():
-            case = case_of(name, smoke)
-            date = datetime.now(UTC).isoformat(timespec="seconds")
-            result |= {
-                "settings": asdict(case),
-                "smoke": smoke,
-                "date": date,
-                "packages_lacking": unmet,
-            }
-            result["bars"] = judged(case, result, smoke)
+        result["bars"] = judged(case_of(name, tiny), result, tiny)
+        results[name] = result
+        keep(path, {name: result})
+        if result["status"] != "cut short" or "reason" in result:
             print(line(name, result, None), flush=True)
-        results |= rows
-        keep(path, rows)
+
+    queue = groups(names, tiny)
+    while queue:
+        able = []
+        for name in queue.pop(0):
+            reason = why_not(CASES[name])
+            if reason is not None:
+                note(name, {"status": "skipped", "reason": reason})
+            elif until - time.monotonic() < LEAST:
+                note(name, {"status": "skipped", "reason": "the time was up; call it again"})
+            else:
+                able.append(name)
+        if not able:
+            continue
+        for name, result in run(able, directory, tiny, until):
+            note(name, result)
+        # a case that failed has ended their process
+        rest = [name for name in able if name not in results]
+        if rest:
+            queue.insert(0, rest)
     return results
 
 
@@ -488,11 +641,12 @@ def place() -> str | None:
 
 
 @cache
-def gpus() -> int:
-    """Number of CUDA GPUs, counted in another process, so that this one takes none of their
+def gpus() -> list[str]:
+    """Names of the CUDA GPUs, read in another process, so that this one takes none of their
     memory."""
-    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.run(command, capture_output=True, text=True).stdout or 0)
+    names = "print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep='\\n')"
+    command = [sys.executable, "-c", f"import torch; {names}"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip().splitlines()
 
 
 def main() -> None:
@@ -503,7 +657,8 @@ def main() -> None:
     parser.add_argument(
         "--cases", nargs="+", choices=list(CASES), metavar="CASE", help="in place of parts"
     )
-    parser.add_argument("--smoke", action="store_true", help="tiny models, on a CPU too")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU too")
+    parser.add_argument("--again", action="store_true", help="run also what was done before")
     parser.add_argument("--seconds", type=float, default=570, help="time limit of all cases")
     parser.add_argument("--results", type=Path, help=f"by default {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()
@@ -511,17 +666,30 @@ def main() -> None:
     args.cases = args.cases or [
         name for part in args.parts for name, case in CASES.items() if case.part == part
     ]
-    if not args.smoke:
+    if not args.tiny:
         if not gpus():
             parser.exit(
-                2, "There is no CUDA GPU (or no torch); `--smoke` runs tiny models on a CPU.\n"
+                2, "There is no CUDA GPU (or no torch); `--tiny` runs tiny models on a CPU.\n"
             )
         provide(os.environ.get("WHEELS"))
-    path = args.results or (SMOKE_RESULTS if args.smoke else RESULTS)
-    with tempfile.TemporaryDirectory(dir=None if args.smoke else place()) as directory:
+    path = args.results or (TINY_RESULTS if args.tiny else RESULTS)
+    of_today: dict[str, dict] = {}
+    if not args.again:
+        of_today = {
+            name: result
+            for name, result in read(path).items()
+            if name in args.cases and is_of_today(name, result, args.tiny)
+        }
+    earlier = {name: x for name, x in of_today.items() if x["status"] == "done"}
+    if earlier:
+        print(f"done before: {', '.join(earlier)}")
+    # those that failed before come after those that were not run yet
+    names = [name for name in args.cases if name not in earlier]
+    names.sort(key=lambda name: name in of_today)
+    with tempfile.TemporaryDirectory(dir=None if args.tiny else place()) as directory:
         seconds = args.seconds - (time.monotonic() - began)
-        results = measure(args.cases, args.smoke, path, seconds, directory)
-    show(args.cases, results)
+        results = measure(names, args.tiny, path, seconds, directory)
+    show(args.cases, earlier | results)
     print(f"\nwritten: {path}")
     sys.exit(any(result["status"] in ("failed", "cut short") for result in results.values()))
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What a CUDA GPU does, in calls of at most ten minutes: bash benchmarks/speed/gpu.sh --parts steps
-#   WHEELS=FOLDER  take missing packages from wheels there, not from the package index
+# What a CUDA GPU does, in calls of at most ten minutes, each of which goes on where the last ended:
+#   bash benchmarks/speed/gpu.sh
+#   WHEELS=FOLDER  take missing packages from wheels there (kit.sh), not from the package index
 #   PYTHON=PYTHON  interpreter; torch must be there already
 # `bash benchmarks/speed/gpu.sh --help` lists all options.
 set -euo pipefail

@@ -1,6 +1,6 @@
 """The process of a case of `benchmarks/speed/gpu.py`.
 
-    python gpu_case.py DIRECTORY [--smoke] (--make SHAPE | CASE ...)
+    python gpu_case.py DIRECTORY [--tiny] (--make SHAPE | CASE ...)
 
 Prints a line for each case. Weights lie in the directory, are made where they are missing, and
 serve all cases.
@@ -16,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,29 @@ def hardware() -> dict[str, Any]:
         "memory_gb": properties.total_memory / GB,
         "cores": os.cpu_count(),
     }
+
+
+@contextmanager
+def noted_dtypes(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
+    """Dtypes in which the projections of queries compute, while the context runs."""
+    dtypes: set[torch.dtype] = set()
+
+    def note(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        dtypes.add(output.dtype)
+
+    layers = [x for name, x in model.named_modules() if name.endswith(".q_proj")]
+    hooks = [x.register_forward_hook(note) for x in layers]
+    try:
+        yield dtypes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_dtypes(dtypes: set[torch.dtype]) -> None:
+    """Raise an error unless all layers computed in bfloat16, as the cases say."""
+    if dtypes != {torch.bfloat16}:
+        raise RuntimeError(f"Layers must compute in bfloat16, got {dtypes or 'none'}")
 
 
 # ---- models ----
@@ -152,6 +176,8 @@ def arguments(case: Case, directory: Path) -> dict[str, Any]:
         max_completion_length=case.response,
         generation_kwargs={"min_new_tokens": case.response},
         gradient_checkpointing=case.checkpointing,
+        dequantize_for_generation=case.dequantizes,
+        use_liger_kernel=case.liger,
         reward_quantization="nf4" if case.reward == "nf4" else "none",
         logging_steps=EPOCHS,
         logging_first_step=False,
@@ -281,12 +307,26 @@ def measured(seconds: list[float], logs: list[dict], case: Case, tracker: Any) -
     }
 
 
-def ours(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
-    """Steps of this package."""
+def trainer_of(case: Case, directory: Path, callbacks: list[Any]) -> Any:
+    """Trainer of this package."""
     from datasets import Dataset
 
     from trl_ppo_ext import PPOTrainer
 
+    words, texts = rows(case, directory)
+    return PPOTrainer(
+        str(directory / "base"),
+        reward_of(case, directory, loaded=True),
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+        processing_class=words,
+        reward_processing_classes=words if case.reward == "bf16" else None,
+        callbacks=callbacks,
+        **arguments(case, directory),
+    )
+
+
+def ours(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
+    """Steps of this package."""
     save_models(case.shape, directory)
     estimate = estimated(case, directory)
     tracker = tracker_of_device()
@@ -299,19 +339,12 @@ def ours(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str,
         }
         tell(result)
 
-    words, texts = rows(case, directory)
     with tracker:
-        trainer = PPOTrainer(
-            str(directory / "base"),
-            reward_of(case, directory, loaded=True),
-            train_dataset=Dataset.from_dict({"prompt": texts}),
-            processing_class=words,
-            reward_processing_classes=words if case.reward == "bf16" else None,
-            callbacks=[Teller(EPOCHS, so_far)],
-            **arguments(case, directory),
-        )
+        trainer = trainer_of(case, directory, [Teller(EPOCHS, so_far)])
         watch(trainer, tracker)
-        trainer.train()
+        with noted_dtypes(trainer.model) as dtypes:
+            trainer.train()
+    check_dtypes(dtypes)
     return result
 
 
@@ -349,6 +382,14 @@ def padding(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[s
     return with_peak(
         {"computed per real token": ratio} | {f"{phase} s": x for phase, x in seconds.items()}
     )
+
+
+def updates(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
+    """An optimizer step by kernels and waits."""
+    from updates import updates
+
+    save_models(case.shape, directory)
+    return updates(case, directory, trainer_of, EPOCHS)
 
 
 def sampling(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
@@ -450,7 +491,9 @@ def trl(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, 
         callbacks=[clock],
         peft_config=LoraConfig(**LORA),
     )
-    trainer.train()
+    with noted_dtypes(trainer.model) as dtypes:
+        trainer.train()
+    check_dtypes(dtypes)
     return of_peer(clock, case)
 
 
@@ -501,7 +544,9 @@ def grpo(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str,
         callbacks=[clock],
         peft_config=LoraConfig(**LORA),
     )
-    trainer.train()
+    with noted_dtypes(trainer.model) as dtypes:
+        trainer.train()
+    check_dtypes(dtypes)
     return of_peer(clock, case)
 
 
@@ -522,11 +567,37 @@ def say(name: str, status: str, result: dict[str, Any]) -> None:
     print(f"\n{MARK}{json.dumps([name, entry])}", flush=True)
 
 
-def run(name: str, directory: Path, smoke: bool) -> None:
-    """Run a case; return its result, or the reason of its failure."""
-    case = case_of(name, smoke)
-    programs = {"ours": ours, "trl": trl, "grpo": grpo}
-    programs |= {"padding": padding, "sampling": sampling, "overlap": overlap}
+def tokens(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
+    """Tokens of graphs, of single steps and of `generate`."""
+    import steps
+
+    return steps.tokens(case, directory, tell)
+
+
+def times(case: Case, directory: Path, tell: Callable[[dict], None]) -> dict[str, Any]:
+    """Milliseconds per token of graphs, of single steps and of `generate`."""
+    import steps
+
+    return steps.times(case, directory, tell)
+
+
+PROGRAMS = {
+    "tokens": tokens,
+    "times": times,
+    "ours": ours,
+    "trl": trl,
+    "grpo": grpo,
+    "updates": updates,
+    "padding": padding,
+    "sampling": sampling,
+    "overlap": overlap,
+}
+
+
+def run(name: str, directory: Path, tiny: bool) -> bool:
+    """Run a case and print its result, or the reason of its failure; return `True` if it is
+    done."""
+    case = case_of(name, tiny)
     told: dict[str, Any] = {}
 
     def tell(result: dict[str, Any]) -> None:
@@ -534,10 +605,12 @@ def run(name: str, directory: Path, smoke: bool) -> None:
         say(name, "cut short", told)
 
     try:
-        say(name, "done", programs[case.program](case, directory / case.shape, tell))
+        say(name, "done", PROGRAMS[case.program](case, directory / case.shape, tell))
+        return True
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:500]}"
         say(name, "failed", told | {"reason": reason, "errors": traceback.format_exc()[-1500:]})
+        return False
 
 
 def make_tiny() -> None:
@@ -553,15 +626,17 @@ def main() -> None:
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("cases", nargs="*")
-    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--make", metavar="SHAPE")
     args = parser.parse_intermixed_args()
-    if args.smoke and (args.make or CASES[args.cases[0]].program != "trl"):  # TRL reads these files
+    if args.tiny and (args.make or CASES[args.cases[0]].program != "trl"):  # TRL reads these files
         make_tiny()
     if args.make:
         save_models(args.make, args.directory / args.make)
     for name in args.cases:
-        run(name, args.directory, args.smoke)
+        # after an error a GPU may be of no use to this process
+        if not run(name, args.directory, args.tiny):
+            break
 
 
 if __name__ == "__main__":

@@ -62,38 +62,70 @@ def test_tables_are_those_of_the_results_and_of_one_rate(program, folder):
     assert done.returncode == 0, done.stderr
 
 
-def test_gpu_benchmark_measures_every_part_despite_a_failure(tmp_path):
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").write_text("")  # found, but no attention
-    cases = [
-        "0.5B bf16, packed, flash attention",
-        "0.5B bf16, packed",
-        "0.5B bf16, padded",
-        "7B NF4, NF4 reward",
-    ]
-    cases += ["7B NF4, NF4 reward, TRL GRPO"]
-    cases += ["7B NF4, transformers samples", "7B NF4, vLLM samples", "0.5B bf16, overlap"]
-    results = tmp_path / "results.json"
+def run_tiny(results, folder, cases):
+    """Run cases of the GPU benchmark with tiny models; return its process and all results."""
     command = [
         sys.executable,
         "benchmarks/speed/gpu.py",
-        "--smoke",
+        "--tiny",
         "--results",
         str(results),
         "--cases",
         *cases,
     ]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return done, json.loads(results.read_text())["results"]
+
+
+def test_gpu_benchmark_measures_every_part_despite_a_failure(tmp_path):
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")  # found, but no attention
+    fails = "0.5B bf16, packed, flash attention"
+    needs_vllm = ["7B NF4, vLLM samples", "0.5B bf16, overlap"]
+    cases = [
+        fails,
+        "llama, tokens",
+        "7B NF4, 16 rows",
+        "0.5B bf16, packed",
+        "0.5B bf16, padded",
+        "7B NF4, NF4 reward",
+        "7B NF4, NF4 reward, TRL GRPO",
+        "7B NF4, transformers samples",
+        *needs_vllm,
+    ]
+    results = tmp_path / "results.json"
+    done, found = run_tiny(results, tmp_path, cases)
     assert done.returncode == 1, done.stderr  # of the case that failed
-    found = json.loads(results.read_text())["results"]
     assert found.keys() == set(cases)
-    assert found[cases[0]]["status"] == "failed" and "flash" in found[cases[0]]["reason"].lower()
-    for name in cases[-2:]:  # with vLLM it would run
-        assert found.pop(name).get("reason", "not installed: vllm") == "not installed: vllm"
-    assert all(found[name]["status"] == "done" for name in found if name != cases[0]), found
-    ratios = [found[name]["measured"]["computed per real token"] for name in cases[1:3]]
-    assert ratios[0] == 1 < ratios[1]
-    assert found[cases[3]]["estimate"]["peak_gb"] > 0
-    assert found[cases[4]]["median_s"] > 0
-    assert found[cases[5]]["measured"]["tokens/s of many lengths"] > 0
+    assert found[fails]["status"] == "failed" and "flash" in found[fails]["reason"].lower()
+    for name in needs_vllm:  # with vLLM it would run
+        assert found[name].get("reason", "not installed: vllm") == "not installed: vllm"
+    ended = [name for name in cases if name != fails and name not in needs_vllm]
+    assert all(found[name]["status"] == "done" for name in ended), found
+    tokens = found["llama, tokens"]["tokens"]
+    assert len(set(tokens["float32"]["lengths"])) > 2
+    times = found["7B NF4, 16 rows"]
+    assert {"single steps ms/token", "generate ms/token"} <= times["measured"].keys()
+    assert any("gemm_4bit" in kernel or "dequantize" in kernel for kernel, *_ in times["longest"])
+    packed, padded = (
+        found[name]["measured"]["computed per real token"]
+        for name in ("0.5B bf16, packed", "0.5B bf16, padded")
+    )
+    assert packed == 1 < padded
+    assert found["7B NF4, NF4 reward"]["estimate"]["peak_gb"] > 0
+    assert found["7B NF4, NF4 reward, TRL GRPO"]["median_s"] > 0
+    assert found["7B NF4, transformers samples"]["measured"]["tokens/s of many lengths"] > 0
+
+
+def test_gpu_benchmark_goes_on_where_an_earlier_call_ended(tmp_path):
+    results = tmp_path / "results.json"
+    first, second = "llama, tokens", "qwen2, tokens"
+    _, before = run_tiny(results, tmp_path, [first])
+    before[second] = before[first] | {"code": "of another state"}
+    results.write_text(json.dumps({"results": before}))
+    done, after = run_tiny(results, tmp_path, [first, second])
+    assert done.returncode == 0, done.stderr
+    assert f"done before: {first}\n" in done.stdout
+    assert after[first] == before[first]
+    assert after[second]["code"] == before[first]["code"]

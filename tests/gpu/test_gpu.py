@@ -57,4 +57,6 @@ def test_four_bit_reward_model_scores_on_the_gpu(tmp_path):
     )
     trainer = PPOTrainer(str(tmp_path / "base"), str(tmp_path / "reward"), args, prompts())
     trainer.train()
-    assert next(trainer.reward_funcs[0].parameters()).is_cuda
+    scorer = trainer.reward_funcs[0]
+    assert scorer.is_loaded_in_4bit
+    assert next(scorer.parameters()).is_cuda
