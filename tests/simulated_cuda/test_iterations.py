@@ -15,7 +15,7 @@ from simulation import compile_guard
 
 # read by the host in every rollout, for what
 ROLLOUT = {
-    "transformers_generator.py:generate": 1,  # sampled tokens
+    "play.py:_sample": 1,  # sampled tokens
     "scoring.py:score_all": 1,  # failed rewards over all ranks
     "rollouts.py:without_nonfinite": 1,  # completions that are not finite
     "metrics.py:log_hacking": 1,  # completions that occurred before
