@@ -19,6 +19,7 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation import GenerationMode
+from transformers.masking_utils import create_chunked_causal_mask
 from transformers.utils import logging
 
 from ..config import PPOConfig
@@ -358,6 +359,11 @@ def why_not_stepped(actor_critic: ActorCritic, config: GenerationConfig) -> str 
         return f"{name} reads positions off its mask"
     if base.config.model_type == "gpt_neo":
         return f"{name} masks by the number of its keys"
+    # transformers 5.19 passes an argument that its own function does not take
+    layer_types = getattr(base.config.get_text_config(), "layer_types", None) or []
+    takes_blocks = "block_sequence_ids" in inspect.signature(create_chunked_causal_mask).parameters
+    if "chunked_attention" in layer_types and not takes_blocks:
+        return f"this version of transformers makes no mask for steps of {name}"
     kinds = {type(layer).__name__ for layer in DynamicCache(config=base.config).layers}
     if not kinds or kinds - STEPPED_LAYERS:
         return f"the layers of {name} keep another state than keys and values"
