@@ -839,6 +839,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             raise ValueError(
                 "`stop_strings` needs `generation_backend='transformers'`; or use `stop_token_ids`."
             )
+        if self.dequantize_for_generation:
+            raise ValueError(
+                "`dequantize_for_generation` needs `generation_backend='transformers'`; vLLM holds "
+                "a copy of the base of its own."
+            )
         if self.vllm_mode == "server" and (self.generation_kwargs or self.vllm_enable_sleep_mode):
             raise ValueError(
                 "`generation_kwargs` and `vllm_enable_sleep_mode` are those of a colocated vLLM; "

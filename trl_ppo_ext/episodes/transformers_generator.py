@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from typing import Any, cast
 
@@ -229,14 +229,19 @@ class TransformersGenerator(Generator):
         if is_greedy:
             config.top_k = 1
         ends = _Ends(width, torch.tensor(rooms, device=batch.input_ids.device), self.stop_strings)
+        criteria = StoppingCriteriaList([ends])
         recorder = _SampledLogprobs(config.temperature)
-        with self.accelerator.autocast(), self._recorded(recorder):
+        with ExitStack() as stack:
+            stack.enter_context(self.accelerator.autocast())
+            if self.sampled_logprobs is not None:
+                stack.enter_context(self._recorded(recorder))
+                criteria.append(recorder)
             ids = self.actor_critic.sample(
                 batch.input_ids,
                 batch.attention_mask,
                 config,
                 synced_gpus=False,
-                stopping_criteria=StoppingCriteriaList([ends, recorder]),
+                stopping_criteria=criteria,
             )
         completions = [
             cut_at_stop(row[:length], self.stop_token_ids)

@@ -390,11 +390,32 @@ def test_logprobs_of_sampled_tokens_follow_their_rows(build, steps, in_turns):
         rows = list(range(0, 64, 3))[::-1]
 
 
-def test_logprobs_at_another_temperature_are_not_kept(build):
+@pytest.mark.parametrize("steps", [True, False])
+def test_logprobs_at_another_temperature_are_not_kept(build, steps):
     generator = build(eval_temperature=0.0).components.player.generator
+    if not steps:
+        only_generates(generator)
     generator.evaluates = True
     generator.generate(UNEVEN)
     assert generator.sampled_logprobs is None
+
+
+@pytest.mark.parametrize("kwargs, hooks", [({"cache_implementation": "static"}, 0), ({}, 1)])
+def test_logits_of_generate_are_read_only_if_logprobs_are_kept(build, kwargs, hooks):
+    """A hook would be compiled with the forward of a static cache."""
+    trainer = build(generation_kwargs=kwargs)
+    generator = only_generates(trainer.components.player.generator)
+    base = trainer.actor_critic.policy.get_base_model()
+    seen = []
+    sample = trainer.actor_critic.sample
+
+    def noted(*args, **kwargs):
+        seen.append(len(base._forward_hooks))
+        return sample(*args, **kwargs)
+
+    trainer.actor_critic.sample = noted
+    generator.generate(UNEVEN)
+    assert seen == [hooks]
 
 
 @pytest.mark.parametrize("task_type", ["CAUSAL_LM", None])
@@ -425,6 +446,10 @@ def test_a_4bit_base(build, tmp_path):
     [
         ({"generation_backend": "sglang"}, "must be one of 'transformers', 'vllm'"),
         ({"generation_backend": "vllm", "stop_strings": ["."]}, "`stop_strings` needs"),
+        (
+            {"generation_backend": "vllm", "dequantize_for_generation": True},
+            "`dequantize_for_generation` needs",
+        ),
         (
             {"generation_backend": "vllm", "generation_kwargs": {"seed": 4}},
             "holds `seed`, which follows from the run",
