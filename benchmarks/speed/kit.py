@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-LARGEST = 56 * 2**20  # bytes of a folder, so that it fits into 64 MiB with a checkout
+LARGEST = 56 * 2**20  # bytes of a folder, since one call copies it with a checkout
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (28, 27, 24, 17, 12, 5)]
 PLATFORMS += [f"manylinux{n}_x86_64" for n in ("2014", "2010", "1")]
 # The machine has these. pip would download their wheels to read them, so wheels without content

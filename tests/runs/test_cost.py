@@ -162,7 +162,8 @@ EXTRA_FORWARDS = {"head": (2, 1), "adapter": (3, 2), "none": (2, 1)}
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
 @pytest.mark.parametrize("critic", EXTRA_FORWARDS)
 def test_step_takes_the_fewest_forwards_and_projections(step, critic, settings):
-    """One for the prompts and one per sampled token; then policy, reference and critic adapter once per micro-batch.
+    """One for the prompts and one per sampled token; then policy, reference and critic adapter once
+    per micro-batch.
 
     Only sampled tokens reach the vocabulary: once each for policy and reference, and once per
     epoch; while sampling, only the newest position.

@@ -198,6 +198,7 @@ def is_packed_for_cpu(layer: Any) -> bool:
 
 
 def _dequantized_weight(layer: Any) -> Tensor:
+    """Weight of a 4-bit layer in the dtype that it computes in."""
     from bitsandbytes.functional import dequantize_4bit
 
     weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
