@@ -370,6 +370,27 @@ def test_graphs_attend_to_few_numbers_of_columns():
         assert attended[:1024] == [256 * -(-columns // 256) for columns in range(1, 1025)]
 
 
+def test_graphs_attend_to_no_columns_that_are_not_there():
+    sampler = sampler_of(model_of(), block=256)
+    sampler.reserve(1, 1100)
+    sampler.step.captures = True
+    assert sampler._attended(1100) == sampler.memory.rows.ids.shape[1] == 1280
+
+
+def test_autocast_casts_weights_anew_while_sampling_only():
+    sampler = sampler_of(model_of())
+    enabled = []
+    run = sampler.step.run
+
+    def noted(rows):
+        enabled.append(torch.is_autocast_cache_enabled())
+        run(rows)
+
+    sampler.step.run = noted
+    sampler.sample(prompts_of(), [2] * ROWS)
+    assert enabled == [False] * 2 and torch.is_autocast_cache_enabled()
+
+
 def test_logprobs_are_those_of_a_forward_at_the_temperature_before_filters():
     model = model_of()
     sampler = leave_at_once(sampler_of(model, FILTERED))

@@ -13,6 +13,7 @@ from transformers import BitsAndBytesConfig, Cache, MistralConfig, MistralForCau
 from transformers.utils import logging
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
+from trl_ppo_ext.episodes import transformers_generator
 from trl_ppo_ext.episodes.transformers_generator import TransformersGenerator
 from trl_ppo_ext.sequences import Sequences
 
@@ -187,6 +188,27 @@ def test_a_run_with_a_dequantized_base_frees_the_copy(build, tmp_path):
     assert copied[0] == 14 and not generator._weights
     first = trainer.state.log_history[0]
     assert first["ratio/mean"] == first["ratio/max"] == 1
+
+
+@pytest.mark.parametrize(
+    "case, stays",
+    [("graphs", True), ("no graphs", False), ("sharded", False), ("copy", False), ("large", False)],
+)
+def test_memory_stays_between_rollouts_where_graphs_read_it_again(build, monkeypatch, case, stays):
+    """Gathered weights and copies of a base have other addresses in the next rollout."""
+    generator = build().components.player.generator
+    sampler = generator.static_sampler()
+    released = []
+    generator.release = lambda: released.append(case)
+    sampler.step.captures = case != "no graphs"
+    monkeypatch.setattr(transformers_generator, "is_sharded", lambda model: case == "sharded")
+    if case == "copy":
+        generator._weights[torch.nn.Identity()] = torch.zeros(1)
+    size = transformers_generator.KEPT + 1 if case == "large" else 1
+    monkeypatch.setattr(sampler.memory, "nbytes", lambda: size)
+    with generator.awake():
+        pass
+    assert bool(released) != stays
 
 
 def test_memory_of_sampling_is_freed_after_training(build):
