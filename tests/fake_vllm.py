@@ -23,13 +23,16 @@ class FakeVLLM:
     """`asked` has every request; `failures` the answers to the next ones, by path; a `key` is
     required if set.
 
-    Completions take `delay` seconds.
+    Completions take `delay` seconds; `most` is the largest number of them at a time.
     """
 
     def __init__(self, base):
         self.base = base
         self.key = None
         self.delay = 0.0
+        self.longest = 10**6  # tokens of a completion
+        self.running = 0
+        self.most = 0
         self.adapters = {}
         self.asked = []
         self.failures = {}
@@ -70,7 +73,10 @@ class FakeVLLM:
             return failure
         answers = {"/v1/models": self.models, "/v1/completions": self.completions}
         answers |= {"/v1/load_lora_adapter": self.load, "/v1/unload_lora_adapter": self.unload}
+        self.running += body.get("n", 0)
+        self.most = max(self.most, self.running)
         await asyncio.sleep(self.delay if path == "/v1/completions" else 0)
+        self.running -= body.get("n", 0)
         if path in answers:
             return answers[path](body)
         return self.recorded("no such path")
@@ -119,7 +125,7 @@ class FakeVLLM:
         adapter = Path(self.adapters[body["model"]], "adapter_model.safetensors").read_bytes()
         draw = random.Random(f"{body['seed']} {body['prompt']}".encode() + adapter)
         for index in range(body["n"]):
-            ids = draw.choices(VOCABULARY, k=draw.randint(1, body["max_tokens"]))
+            ids = draw.choices(VOCABULARY, k=draw.randint(1, min(body["max_tokens"], self.longest)))
             choice = answer["choices"][0] | {"index": index, "token_ids": ids}
             choice["logprobs"] = choice["logprobs"] | {"token_logprobs": [LOGPROB] * len(ids)}
             choices.insert(0, choice)  # choices are in no order

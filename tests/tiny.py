@@ -147,6 +147,7 @@ KEYS = {
     "bootstrap_truncated": ("critic_kwargs", "bootstrap_truncated"),
     "vllm_base_model": ("vllm_kwargs", "base_model"),
     "overlap_rollouts": ("vllm_kwargs", "overlap_rollouts"),
+    "vllm_concurrency": ("vllm_kwargs", "concurrency"),
     "vllm_max_logp_difference": ("vllm_kwargs", "max_logp_difference"),
 }
 

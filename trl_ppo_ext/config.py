@@ -79,6 +79,8 @@ class VLLMOptions:
     overlap_rollouts: bool = False
     """Whether a server samples the next rollout while this one is learned, from the policy before
     its updates."""
+    concurrency: int = number(256, at_least=1)
+    """Largest number of completions that each rank requests from a server at a time."""
     max_logp_difference: float | None = number(None, above=0)
     """End the run when log-probs of policy and sampler differ by more than this in the mean of a
     rollout: then vLLM samples from other weights. What `top_p`, `top_k` and `min_p` explain does
@@ -207,7 +209,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     vllm_importance_sampling_clip_max: float | None = number(3.0, above=0)
     """Largest ratio."""
     vllm_kwargs: dict[str, Any] | str | None = None
-    """Further settings: `base_model`, `overlap_rollouts`, `max_logp_difference`. See
+    """Further settings: `base_model`, `overlap_rollouts`, `concurrency`, `max_logp_difference`. See
     docs/fields.md."""
 
     max_tool_calling_iterations: int | None = number(None, at_least=0)
@@ -801,11 +803,18 @@ class PPOConfig(TRLFields, TrainingArguments):
         """Check what samples and its settings, and set whether its log-probs are corrected."""
         names = set(self.generation_kwargs or {})
         uses_vllm = self.generation_backend == "vllm"
+        has_server = uses_vllm and self.vllm_mode == "server"
         overlaps = self.vllm_options.overlap_rollouts
-        if overlaps and not (uses_vllm and self.vllm_mode == "server"):
+        if overlaps and not has_server:
             raise ValueError(
                 "`vllm_kwargs['overlap_rollouts']` needs `use_vllm=True, vllm_mode='server'`; set "
                 "both."
+            )
+        concurrency = self.vllm_options.concurrency
+        if concurrency != VLLMOptions.concurrency and not has_server:
+            raise ValueError(
+                f"`vllm_kwargs['concurrency']` must be omitted without a vLLM server, got "
+                f"{concurrency}; set `use_vllm=True, vllm_mode='server'`."
             )
         if self.vllm_importance_sampling_correction is None:
             self.vllm_importance_sampling_correction = overlaps

@@ -211,7 +211,6 @@ def test_server_that_is_shut_down_raises_and_the_run_resumes(
 ):
     """With a request in flight it neither answers nor hangs up, but no longer takes others."""
     monkeypatch.setattr(vllm_server, "LIFE", 1.0)
-    monkeypatch.setattr(vllm_server, "CONCURRENCY", 4)  # so that requests of the rollout are left
 
     def shut_down():
         server.kill(signal.SIGTERM)
@@ -219,6 +218,7 @@ def test_server_that_is_shut_down_raises_and_the_run_resumes(
             time.sleep(0.05)
 
     saving = {"save_strategy": "steps", "save_steps": 2, "vllm_server_timeout": 3.0}
+    saving["vllm_concurrency"] = 4  # so that requests of the rollout are left
     run = trainer(base, server, tmp_path, **saving)
     disturb(run, shut_down)
     began = time.monotonic()

@@ -78,7 +78,14 @@ class VLLMGenerator(Generator):
             self.folder = Path(args.output_dir, SERVED).absolute()
             self.writes = accelerator.is_main_process
             url = args.vllm_server_base_url or "http://127.0.0.1:8000"
-            self.engine = VLLMServer(url, args.vllm_server_timeout, base, settings, rank)
+            self.engine = VLLMServer(
+                url,
+                args.vllm_server_timeout,
+                base,
+                settings,
+                rank,
+                concurrency=args.vllm_options.concurrency,
+            )
             on_every_rank(self._forget_last_run, OSError, VLLMError, runs=self.writes)
         else:
             run = ["policy"]

@@ -4,9 +4,9 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,6 @@ except ImportError as error:
 T = TypeVar("T")
 TLS = httpx2.create_ssl_context()  # it reads a hundred certificates: once, not for each call
 KEY = "VLLM_API_KEY"
-CONCURRENCY = 64  # requests at a time of each process
 PAUSE = 1.0  # seconds between two attempts
 LIFE = 10.0  # seconds after which a server that has not answered yet must show that it runs
 TOKENS = 2**31  # more than any vocabulary has
@@ -37,13 +36,45 @@ UNAVAILABLE = (429, 502, 503, 504)  # while it starts, or is overloaded
 ENDED = re.compile(r'"message":\s*"EngineCore encountered an issue|"finish_reason":\s*"abort"')
 
 
+class Slots:
+    """Limit of completions at a time; a request for more than that takes all slots."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.free = asyncio.Semaphore(number)
+        self.entrance = asyncio.Lock()  # two requests would wait for each other's slots
+
+    @asynccontextmanager
+    async def taken(self, completions: int) -> AsyncIterator[None]:
+        """Context of a request, which waits for its slots."""
+        taken = 0
+        try:
+            async with self.entrance:
+                while taken < min(completions, self.number):
+                    await self.free.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self.free.release()
+
+
 class VLLMServer:
     """`vllm serve` on this or another machine, which sees the directory of the adapters under
     the same path."""
 
-    def __init__(self, url: str, timeout: float, base: str, settings: dict[str, Any], rank: int):
+    def __init__(
+        self,
+        url: str,
+        timeout: float,
+        base: str,
+        settings: dict[str, Any],
+        rank: int,
+        concurrency: int = 256,
+    ):
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout = timeout
+        self.concurrency = concurrency  # completions at a time
         self.name = redacted(self.url)
         self.settings = settings | {"return_token_ids": True}
         self.command = (
@@ -101,14 +132,23 @@ class VLLMServer:
     def start(self, name: str, requests: Sequence[Request]) -> Callable[[], list[list[Sampled]]]:
         """Send requests; the returned function waits for their completions."""
 
-        async def sample(client: httpx2.AsyncClient) -> list[list[Sampled]]:
-            slots = asyncio.Semaphore(CONCURRENCY)
-            return await asyncio.gather(*[self._complete(client, slots, name, x) for x in requests])
+        async def sample() -> list[list[Sampled]]:
+            async with self.requesting(name) as complete:
+                return await asyncio.gather(*map(complete, requests))
 
-        return self._started(sample).result
+        return started(sample(), waits=True).result
+
+    @asynccontextmanager
+    async def requesting(
+        self, name: str
+    ) -> AsyncIterator[Callable[[Request], Awaitable[list[Sampled]]]]:
+        """Context with a function that requests the completions of an adapter."""
+        slots = Slots(self.concurrency)
+        async with self._client() as client:
+            yield partial(self._complete, client, slots, name)
 
     async def _complete(
-        self, client: httpx2.AsyncClient, slots: asyncio.Semaphore, name: str, request: Request
+        self, client: httpx2.AsyncClient, slots: "Slots", name: str, request: Request
     ) -> list[Sampled]:
         # a request per prompt: all prompts of one request would get the same noise
         body = {
@@ -118,7 +158,7 @@ class VLLMServer:
             "seed": request.seed,
         }
         body |= self.settings | {"max_tokens": request.max_tokens}
-        async with slots:
+        async with slots.taken(request.copies):
             answer = await self._answer(client, "POST", "/v1/completions", body)
             # The server was restarted and has lost the adapter: load it and ask again. The same
             # seed samples the same completions.
@@ -150,28 +190,28 @@ class VLLMServer:
         """Do nothing: others may use the server."""
 
     def _run(self, action: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
-        return self._started(action).result()
+        async def run() -> T:
+            async with self._client() as client:
+                return await action(client)
 
-    def _started(self, action: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> "Future[T]":
+        # in the loop in which no code of users runs
+        return started(run(), waits=True).result()
+
+    def _client(self) -> httpx2.AsyncClient:
         if os.environ.get(KEY):
             key = read_key(KEY, self.url)
         else:
             key = None
-
-        async def run() -> T:
-            async with httpx2.AsyncClient(
-                base_url=self.url,
-                headers={"Authorization": f"Bearer {key}"} if key else None,
-                timeout=httpx2.Timeout(None, connect=LIFE),
-                # each slot also asks whether the server runs
-                limits=httpx2.Limits(max_connections=None),
-                verify=TLS,
-                trust_env=not is_local(self.url),
-                event_hooks={"response": [limit_answer]},
-            ) as client:
-                return await action(client)
-
-        return started(run())
+        return httpx2.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+            timeout=httpx2.Timeout(None, connect=LIFE),
+            # each slot also asks whether the server runs
+            limits=httpx2.Limits(max_connections=None),
+            verify=TLS,
+            trust_env=not is_local(self.url),
+            event_hooks={"response": [limit_answer]},
+        )
 
     async def _answer(
         self, client: httpx2.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None
