@@ -84,6 +84,8 @@ def leave_blocked_loops(timeout: float) -> None:
     """Let later coroutines run in a new event loop if a call that exceeded its timeout blocks
     the present one."""
     for number, loop in list(_loops.items()):
+        if number == _WAITING:  # no code of users runs there, but episodes that must go on
+            continue
         answered = Event()
         loop.call_soon_threadsafe(answered.set)
         if not answered.wait(min(1.0, timeout / 2)) and _loops.get(number) is loop:

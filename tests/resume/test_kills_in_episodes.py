@@ -19,7 +19,9 @@ from tiny import byte_tokenizer, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError, StepResult
 from trl_ppo_ext.checkpoints.atomic import checkpoints
-from trl_ppo_ext.episodes.record import ANSWERS
+from trl_ppo_ext.episodes import play, turns
+from trl_ppo_ext.episodes.record import ANSWERS, Record
+from trl_ppo_ext.episodes.turns import GroupedSampler
 
 STEPS = 6  # three rollouts
 SLOWEST = 0.04  # seconds of an answer
@@ -122,7 +124,41 @@ def tool_trainer(tape, args):
     return trainer
 
 
-TRAINERS = {"plain": plain_trainer, "curriculum": curriculum_trainer, "tools": tool_trainer}
+TRAINERS = {
+    "plain": plain_trainer,
+    "groups": plain_trainer,
+    "curriculum": curriculum_trainer,
+    "tools": tool_trainer,
+}
+
+
+def note_groups(folder, rank, trainer, answers):
+    """Write down which episodes were sampled together, or let a run sample those of another."""
+    sampled = GroupedSampler._sampled
+
+    def noted(self, group):
+        self.number = getattr(self, "number", -1) + 1
+        rows = [waiting.row for waiting in group]
+        with open(folder / f"groups-{rank}", "a") as file:
+            print(json.dumps([trainer.state.global_step, self.number, rows]), file=file)
+        return sampled(self, group)
+
+    GroupedSampler._sampled = noted
+    if answers is None:
+        return
+    by_step = {}
+    for line in (folder.parent / f"killed/groups-{rank}").read_text().splitlines():
+        step, number, rows = json.loads(line)
+        assert by_step.setdefault(step, {}).setdefault(number, rows) == rows
+
+    class Replaying(Record):
+        def __init__(self, path, *args):
+            super().__init__(path, *args)
+            if path is not None:
+                groups = by_step[int(path.name.split("-")[0])]
+                self.groups = [groups[number] for number in sorted(groups)]
+
+    play.Record = Replaying
 
 
 def train(folder, kind, processes, tape):
@@ -138,6 +174,10 @@ def train(folder, kind, processes, tape):
     }
     trainer = TRAINERS[kind](tape, args | {"per_device_train_batch_size": 2, "save_total_limit": 2})
     rank = trainer.accelerator.process_index
+    # episodes wait for all others, or for no longer than a moment
+    turns.QUICK = 0.01 if kind == "groups" else 10.0
+    if kind == "groups":
+        note_groups(folder, rank, trainer, tape.answers)
 
     class Transcripts:
         def append(self, collected):
@@ -223,6 +263,9 @@ def kill(folder, kind, processes, seed, times=1):
         last = dict(tape_of(killed))
         assert {key: last[key] for key in settled} == settled  # none was asked again
     assert not any((killed / ANSWERS).iterdir())
+    if kind == "groups":  # episodes did not wait for all others
+        groups = (killed / "groups-0").read_text().splitlines()
+        assert len({len(json.loads(line)[-1]) for line in groups}) > 1
 
     whole = folder / "whole"
     assert (
@@ -236,14 +279,15 @@ def kill(folder, kind, processes, seed, times=1):
     return len(settled)
 
 
-@pytest.mark.parametrize("kind", ["curriculum", "tools"])
+@pytest.mark.parametrize("kind", ["curriculum", "groups", "tools"])
 def test_kill_within_an_episode_does_not_change_the_result(tmp_path, kind):
     kill(tmp_path / "run", kind, 1, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind, processes, times", [("plain", 1, 8), ("plain", 2, 6), ("tools", 1, 6)]
+    "kind, processes, times",
+    [("plain", 1, 8), ("plain", 2, 6), ("groups", 1, 6), ("groups", 2, 6), ("tools", 1, 6)],
 )
 def test_runs_killed_within_episodes_end_as_uninterrupted_ones(tmp_path, kind, processes, times):
     settled = [kill(tmp_path / f"{seed}", kind, processes, seed) for seed in range(1, times + 1)]

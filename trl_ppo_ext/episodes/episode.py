@@ -22,7 +22,7 @@ class Episode:
     A completion is one turn.
 
     A turn ends at a stop token, in what samples (`Generator.generate`), or where its room ends
-    (`EnvironmentPlayer._sample`); `Player._note_ending` records which. Whether another turn
+    (`EnvironmentPlayer._play_episode`); `Player._note_ending` records which. Whether another turn
     follows is decided in `EnvironmentPlayer._continues`. Later, `sampled` has the number of the
     turn at each token.
     """

@@ -1,6 +1,5 @@
 """What samples: the protocol of its backends, and the tokens that end a completion."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -9,11 +8,24 @@ from transformers.utils import logging
 
 from ..config import PPOConfig
 from .engine import Ahead
+from .turns import GroupedSampler, TurnSampler
 
 logger = logging.get_logger(__name__)
 
 # fields of `PPOConfig` and of a `GenerationConfig`
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class Conversation(Protocol):
+    """Samples turns after everything so far, up to each one's room.
+
+    `rows` are the episodes' numbers in the call before, `None` if one was not in it.
+    """
+
+    def __call__(
+        self, prompts: list[list[int]], rooms: list[int], rows: list[int] | None
+    ) -> list[list[int]]:
+        """Sample a turn of each episode."""
 
 
 class Generator(Protocol):
@@ -50,9 +62,12 @@ class Generator(Protocol):
         """Check if a completion ended by itself, and was not truncated."""
         return completion[-1] in self.stop_token_ids
 
-    def conversation(self) -> Callable[[list[list[int]], list[int], list[int]], list[list[int]]]:
-        """Function that samples a turn after everything so far, up to each one's room, given
-        rows of its last call."""
+    def turn_sampler(self) -> TurnSampler:
+        """Turns of the episodes of a rollout."""
+        return GroupedSampler(self)
+
+    def conversation(self) -> "Conversation":
+        """Function that samples turns of the episodes of a rollout."""
         return lambda prompts, rooms, rows: self.generate(prompts, rooms)
 
 

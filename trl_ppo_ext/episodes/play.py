@@ -1,7 +1,6 @@
 """Play episodes: one turn of the policy, turns with answers in between, or those of the user's
 function."""
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -14,12 +13,12 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from ..concurrency import called, started
+from ..concurrency import called
 from ..config import PRIVILEGED_STATE, PPOConfig
 from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
-from ..rewards.scoring import guarded, seeded
+from ..rewards.scoring import guarded, own_random, seeded
 from ..text import protected, text_only
 from .chat import CHARACTERS
 from .environments import (
@@ -33,6 +32,7 @@ from .episode import Episode, decode
 from .generator import Generator
 from .record import ANSWERS, Answer, Place, Record, forget
 from .transformers_generator import TransformersGenerator
+from .turns import TurnSampler
 from .vllm_generator import OverlappingGenerator, VLLMGenerator
 
 
@@ -88,8 +88,7 @@ class Player:
 
 
 class EnvironmentPlayer(Player):
-    """Plays turns of all unfinished episodes in one batch; their tools and environments answer
-    in between."""
+    """Plays episodes of many turns, in between of which tools and environments answer."""
 
     def __init__(
         self,
@@ -128,11 +127,10 @@ class EnvironmentPlayer(Player):
         self.lent = []
         self.trains = step is not None
 
-        # 2. Reset an environment for each row: its observation continues the prompt.
+        # 2. Take an environment for each row.
         record = self._record(step)
         resets = []
-        by_name = self.environments.by_name
-        hidden = TOKEN_COLUMNS | ({"environment"} if by_name else set())
+        hidden = TOKEN_COLUMNS | ({"environment"} if self.environments.by_name else set())
         for number, (episode, row, seed) in enumerate(zip(episodes, rows, seeds)):
             episode.kind = self.environments.kind(row)
             free = episode.kind.pools[self.trains]
@@ -154,51 +152,58 @@ class EnvironmentPlayer(Player):
             raise ValueError(
                 "`environment_factory` must return a new environment at each call, got one twice."
             )
-        for episode, observation in self._answers("reset", episodes, resets, seeds[0]):
-            if by_name or observation is not None:  # otherwise the ids of the dataset stay
-                self._observe(episode, observation)
 
-        # 3. Show critic or reference what the policy must find out.
-        if self.shown_to:
-            with_state = [
-                x for x in episodes if x.error is None and has_privileged_state(x.environment)
-            ]
-            states = [partial(called, privileged_state(x.environment)) for x in with_state]
-            shown = self._answers(
-                "privileged state", with_state, states, seeds[0], changes_state=False
+        # 3. Let every episode run by itself.
+        sampler = self.generator.turn_sampler()
+        parts = [
+            self._play_episode(episode, reset, sampler, seeds[0])
+            for episode, reset in zip(episodes, resets)
+        ]
+        with own_random():
+            sampler.play(
+                parts, record, lambda number: guarded(self._seed(seeds[0], number), self.device)
             )
-            for episode, state in shown:
+
+    async def _play_episode(
+        self, episode: Episode, reset: Callable, sampler: TurnSampler, seed: int
+    ) -> None:
+        """Play an episode from its reset to its end."""
+        # 1. Reset its environment: the observation continues the prompt.
+        observation = await self._answer(episode, "reset", reset, seed)
+        # without an observation the ids of the dataset stay
+        if episode.error is None and (self.environments.by_name or observation is not None):
+            self._observe(episode, observation)
+
+        # 2. Show critic or reference what the policy must find out.
+        has_state = bool(self.shown_to) and has_privileged_state(episode.environment)
+        if episode.error is None and has_state:
+            ask = partial(called, privileged_state(episode.environment))
+            state = await self._answer(episode, "privileged state", ask, seed, changes_state=False)
+            if episode.error is None:
                 self._show(episode, state)
 
-        active = episodes
-        going_on = list(range(len(episodes)))
-        sample_turns = self.generator.conversation()
-        while active:
-            # 4. Sample a turn for each unfinished episode, within what is left of its length.
-            rooms = [self.limit - len(episode.completion_ids) for episode in active]
-            turns = sample_turns([episode.ids for episode in active], rooms, going_on)
-            sampled = zip(active, turns, rooms, self.generator.sampled_logprobs or repeat(None))
-            for episode, turn, room, logprobs in sampled:
-                turn = turn[:room]
-                episode.messages.append(self.chat.parsed(turn, episode.ids, episode.kind.schemas))
-                episode.add(turn, True, logprobs)
-                episode.place = episode.place.after(episode.ids)
-                self._note_ending(episode, turn)
+        continues = True
+        while continues:
+            # 3. Sample a turn, within what is left of its length.
+            room = self.limit - len(episode.completion_ids)
+            sampled = await sampler.sample(episode.place.row, episode.turns, episode.ids, room)
+            turn = sampled.ids[:room]
+            episode.messages.append(self.chat.parsed(turn, episode.ids, episode.kind.schemas))
+            episode.add(turn, True, sampled.logprobs)
+            episode.place = episode.place.after(episode.ids)
+            self._note_ending(episode, turn)
 
-            # 5. Let tools and environments answer, and go on with the episodes that they do not
-            # end.
-            asked = [
-                x
-                for x in active
-                if x.error is None and (x.turns <= self.iterations or not x.responder.tools)
-            ]
-            responses = [partial(x.responder.respond, x.messages[-1], x.place) for x in asked]
-            answers = self._answers("turn", asked, responses, seeds[0])
-            continuing = {
-                episode for episode, answer in answers if self._continues(episode, answer)
-            }
-            going_on = [number for number, episode in enumerate(active) if episode in continuing]
-            active = [active[number] for number in going_on]
+            # 4. Let tools or the environment answer, and go on if they do not end it.
+            continues = False
+            is_asked = episode.turns <= self.iterations or not episode.responder.tools
+            if episode.error is None and is_asked:
+                ask = partial(episode.responder.respond, episode.messages[-1], episode.place)
+                answer = await self._answer(episode, "turn", ask, seed)
+                continues = episode.error is None and self._continues(episode, answer)
+
+    def _seed(self, seed: int, turns: int) -> int:
+        """Seed of user code after so many turns."""
+        return hash((seed, self.rank, turns)) % 2**31
 
     def _record(self, step: int | None) -> Record:
         """Answers to the rollout before an optimizer step, also those of a run that was killed
@@ -210,40 +215,29 @@ class EnvironmentPlayer(Player):
         path = Path(self.folder, ANSWERS, f"{step}-{self.rank}.jsonl").absolute()
         return Record(path, CHARACTERS * self.limit, self.run)
 
-    def _answers(
+    async def _answer(
         self,
+        episode: Episode,
         part: str,
-        episodes: list[Episode],
-        asks: Sequence[Callable],
+        ask: Callable,
         seed: int,
         changes_state: bool = True,
-    ) -> list[tuple]:
-        """Answers of all episodes at once, without those that failed; sampling draws its random
-        numbers as before.
+    ) -> Any:
+        """Answer of tools or an environment; `None` after an error, which the episode keeps.
 
-        Of a recorded answer an environment is asked again only if that changes its state.
+        If it is recorded, an environment is asked again only if that changes its state.
         """
-
-        async def together() -> list:
-            answers = []
-            for episode, ask in zip(episodes, asks):
-                has_state = changes_state and episode.environment is not None
-                in_time = partial(bounded, ask, self.environments.timeout)
-                answer = episode.place.answer(part, in_time, has_state)
-                answers.append(seeded(answer, hash((own_seed, episode.place.row))))
-            return await asyncio.gather(*answers, return_exceptions=True)
-
-        if not episodes:
-            return []
-        own_seed = hash((seed, self.rank, episodes[0].turns)) % 2**31
-        with guarded(own_seed, self.device):
-            answers = started(together(), waits=True).result()
-        for episode, answer in zip(episodes, answers):
-            if isinstance(answer, BaseException):
-                episode.error = answer
-        return [
-            (episode, answer) for episode, answer in zip(episodes, answers) if episode.error is None
-        ]
+        has_state = changes_state and episode.environment is not None
+        in_time = partial(bounded, ask, self.environments.timeout)
+        answer = episode.place.answer(part, in_time, has_state)
+        own_seed = hash((self._seed(seed, episode.turns), episode.place.row))
+        try:
+            return await seeded(answer, own_seed)
+        except BaseException as error:
+            episode.error = error
+            if not isinstance(error, Exception):  # the rollout ends, and the environment may run on
+                raise
+        return None
 
     def _observe(self, episode: Episode, observation: Any) -> None:
         """Add the first observation to the prompt."""

@@ -66,6 +66,7 @@ class Record:
         self.is_own = run == ""  # whether the last line about a run is this one's
         self.longest = longest  # characters of a message
         self.answers: dict[str, Any] = {}  # an exception where the environment failed
+        self.groups: list[list[int]] = []  # rows that were sampled together, in order
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,6 +83,8 @@ class Record:
                     }
                 case _ if not self.is_own:
                     continue
+                case {"group": [*rows]}:
+                    self.groups.append(rows)
                 case {"key": str(key), "error": [name, text]}:
                     self.answers[key] = type(name, (Exception,), {})(text)
                 case {"key": str(key), "answer": answer}:
@@ -90,9 +93,7 @@ class Record:
                     self.answers[key] = value
 
     def add(self, key: str, result: Any) -> None:
-        """Append an answer, at once; if that fails, warn and go on."""
-        if self.path is None:
-            return
+        """Append an answer."""
         entry = {"value": result}
         if isinstance(result, Exception):
             entry = {"error": [type(result).__name__, redacted(str(result))]}
@@ -102,11 +103,21 @@ class Record:
                 for message in result.messages
             ]
             entry = {"answer": result._replace(messages=cut)}
+        self._write({"key": key, **entry})
+
+    def add_group(self, rows: list[int]) -> None:
+        """Append the rows of episodes that are sampled next, together."""
+        self._write({"group": rows})
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        """Append an entry, at once; if that fails, warn and go on."""
+        if self.path is None:
+            return
         try:
             if not self.is_own:
                 _append(self.path, {"run": self.run})
                 self.is_own = True
-            _append(self.path, {"key": key, **entry})
+            _append(self.path, entry)
         except (TypeError, ValueError, OSError) as error:
             logger.warning_once(
                 f"An answer of a tool or environment cannot be recorded ({error}). If the run is "

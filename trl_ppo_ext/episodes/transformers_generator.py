@@ -203,9 +203,9 @@ class TransformersGenerator(Generator):
             self.sampled_logprobs += sampled.logprobs
         return sampled
 
-    def conversation(self) -> "Conversation":
+    def conversation(self) -> "KeptConversation":
         """Sample turn after turn of the same episodes."""
-        return Conversation(self)
+        return KeptConversation(self)
 
     def has_stopped(self, completion: list[int]) -> bool:
         """Check for a stop token or a stop string at the end."""
@@ -263,7 +263,7 @@ class TransformersGenerator(Generator):
             hook.remove()
 
 
-class Conversation:
+class KeptConversation:
     """Turns of episodes, with the keys and values of earlier turns; the weights must stay as
     they are."""
 
@@ -272,7 +272,7 @@ class Conversation:
         self.last: Sampled | None = None
 
     def __call__(
-        self, prompts: list[list[int]], rooms: list[int], rows: list[int]
+        self, prompts: list[list[int]], rooms: list[int], rows: list[int] | None
     ) -> list[list[int]]:
         """Sample the next turn of episodes; `rows` are their numbers in the call before."""
         generator = self.generator
@@ -281,10 +281,10 @@ class Conversation:
         if sampler is None or len(prompts) > batch_size:
             return generator.generate(prompts, rooms)
         generator.begin_logprobs()
-        if self.last is None or self.last is not sampler.last:
-            # this is the first turn, or the sampler has sampled something else since
-            longest = max(map(len, prompts)) + generator.args.max_completion_length
-            sampler.reserve(len(prompts), longest)
+        if rows is None or self.last is None or self.last is not sampler.last:
+            # this is the first turn, others have sampled since, or an episode was not in the last
+            # group: all are read again
+            sampler.reserve(len(prompts), longest_row(prompts, rooms))
             self.last = generator.step_batch(sampler, prompts, rooms)
         else:
             self.last = generator.step_batch(sampler, prompts, rooms, self.last, rows)

@@ -8,8 +8,8 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import count, cycle, repeat
@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..concurrency import started
 from ..config import LOCK, PPOConfig
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
@@ -33,6 +34,8 @@ from ..modeling.adapters import save_adapter
 from ..rewards.scoring import RandomState
 from .engine import Ahead, Request, Sampled, VLLMError
 from .generator import SAMPLING, Generator, stop_token_ids
+from .record import Record
+from .turns import Turn, TurnSampler, together
 
 if TYPE_CHECKING:
     from .vllm_server import VLLMServer
@@ -168,6 +171,13 @@ class VLLMGenerator(Generator):
         requests = self._requests(prompts, rooms)
         return self._completions(prompts, self.engine.sample(str(self.version), requests))
 
+    def turn_sampler(self) -> TurnSampler:
+        """Turns of the episodes of a rollout: from a server, each by itself."""
+        if self.args.vllm_mode == "server":
+            self.engine.settings["temperature"] = self.temperature
+            return RequestingSampler(cast("VLLMServer", self.engine), str(self.version))
+        return super().turn_sampler()
+
     def _requests(self, prompts: list[list[int]], rooms: list[int] | None = None) -> list[Request]:
         copies = Counter(map(tuple, prompts))
         pairs = zip(map(tuple, prompts), rooms or repeat(self.limit))
@@ -186,6 +196,41 @@ class VLLMGenerator(Generator):
         completions = [next(by_prompt[tuple(prompt)]) for prompt in prompts]
         self.sampled_logprobs = [completion.logprobs for completion in completions]
         return [completion.ids for completion in completions]
+
+
+class RequestingSampler(TurnSampler):
+    """Requests each turn from a server as soon as its episode is ready."""
+
+    def __init__(self, server: "VLLMServer", version: str):
+        self.server = server
+        self.version = version
+        # one number of the run's stream, whatever the episodes do
+        self.seed = int(torch.randint(2**31, ()))
+
+    def play(
+        self,
+        episodes: Sequence[Coroutine[Any, Any, None]],
+        record: Record,
+        guard: Callable[[int], AbstractContextManager],
+    ) -> None:
+        """Run episodes in an event loop to their ends."""
+        with guard(0):
+            playing = started(self._play(episodes), waits=True)
+            try:
+                playing.result()
+            finally:
+                playing.cancel()
+
+    async def _play(self, episodes: Sequence[Coroutine[Any, Any, None]]) -> None:
+        async with self.server.requesting(self.version) as self.complete:
+            await together(episodes)
+
+    async def sample(self, row: int, number: int, ids: list[int], room: int) -> Turn:
+        """Request a turn with a seed of its own: it depends on no other request, and a resumed run
+        repeats it."""
+        seed = hash((self.seed, row, number)) % 2**31
+        [completion] = await self.complete(Request(ids, 1, seed, room))
+        return Turn(completion.ids, completion.logprobs)
 
 
 class OverlappingGenerator(VLLMGenerator):

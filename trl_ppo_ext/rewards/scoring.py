@@ -357,12 +357,8 @@ def fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def guarded(seed: int, device: torch.device) -> Iterator[None]:
-    """Run code of the user: random numbers, default dtype, gradients and working directory stay
-    those of the run."""
-    # code that seeds would repeat the next rollouts; one that changes the directory would move the
-    # checkpoints
-    dtype = torch.get_default_dtype()
+def own_random() -> Iterator[None]:
+    """Let the functions of `random` draw from the generator of what [`seeded`] awaits."""
     functions = vars(random).copy()
     for name, function in functions.items():
         if getattr(function, "__self__", None) is _SHARED:  # environments seed it in threads
@@ -372,10 +368,22 @@ def guarded(seed: int, device: torch.device) -> Iterator[None]:
                 lambda *args, _name=name, **kwargs: getattr(_OWN.get(), _name)(*args, **kwargs),
             )
     try:
-        with fixed_seed(seed, device), chdir("."), torch.enable_grad():
-            yield
+        yield
     finally:
         vars(random).update(functions)
+
+
+@contextmanager
+def guarded(seed: int, device: torch.device) -> Iterator[None]:
+    """Run code of the user: random numbers, default dtype, gradients and working directory stay
+    those of the run."""
+    # code that seeds would repeat the next rollouts; one that changes the directory would move the
+    # checkpoints
+    dtype = torch.get_default_dtype()
+    try:
+        with own_random(), fixed_seed(seed, device), chdir("."), torch.enable_grad():
+            yield
+    finally:
         torch.set_default_dtype(dtype)
 
 
