@@ -1,0 +1,175 @@
+"""Episodes per second on a server, against turns in lockstep.
+
+    python benchmarks/speed/episodes.py --simulated
+
+Episodes of 5 to 15 turns, whose lengths are lognormal, with tools that sleep, are played twice:
+each by itself, as with `vllm_mode="server"`, and with a sampler that waits for all unfinished
+episodes. The simulated server takes 10 ms per token of a request, however many there are; it needs
+the environment of `make test`. Without `--simulated`, `vllm serve` samples from a tiny Llama on a
+CPU; that needs `make test-vllm`, and its environment. Only prints.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tests/with_vllm")]
+
+from trl_ppo_ext.concurrency import called
+from trl_ppo_ext.episodes import turns
+from trl_ppo_ext.episodes.engine import Request
+from trl_ppo_ext.episodes.record import Record
+from trl_ppo_ext.episodes.turns import GroupedSampler, TurnSampler
+from trl_ppo_ext.episodes.vllm_generator import RequestingSampler
+from trl_ppo_ext.episodes.vllm_server import VLLMServer
+
+ADAPTER = "bench-1"
+SECONDS_PER_TOKEN = 0.01  # of the simulated server
+# sigma of the lengths, and share of a mean turn's time that a tool takes in the mean
+CASES = ["0.5,0", "1,0", "1,0.5"]
+
+
+class Lockstep(GroupedSampler):
+    """Samples the turns of all unfinished episodes together, on a server."""
+
+    def __init__(self, server: VLLMServer):
+        self.server = server
+        self.sampled_logprobs = None
+        super().__init__(self)  # type: ignore[arg-type]
+
+    def conversation(self) -> Callable:
+        """Function that samples turns."""
+
+        def sample(prompts: list, rooms: list, rows: list | None) -> list[list[int]]:
+            requests = [
+                Request(ids, 1, seed, room) for seed, (ids, room) in enumerate(zip(prompts, rooms))
+            ]
+            return [x[0].ids for x in self.server.sample(ADAPTER, requests)]
+
+        return sample
+
+
+def lognormal(draw: random.Random, mean: float, sigma: float) -> float:
+    return draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+
+
+async def episode(
+    sampler: TurnSampler, row: int, sigma: float, tool: float, tokens: int, seed: int
+) -> None:
+    """Sample turns, between which a tool sleeps."""
+    draw = random.Random(f"{seed} {row}")
+    ids = [4 + (row * k) % 28 for k in range(8)]
+    number = draw.randint(5, 15)
+    for turn in range(number):
+        length = min(max(1, round(lognormal(draw, tokens, sigma))), 8 * tokens)
+        sampled = await sampler.sample(row, turn, ids, length)
+        ids = ids + sampled.ids[-4:] + [5]  # so that contexts stay short
+        seconds = lognormal(draw, tool, sigma) if tool else 0.0
+        if turn < number - 1:
+            await called(time.sleep, seconds)
+
+
+def rate(sampler: TurnSampler, options: argparse.Namespace, *case: Any) -> float:
+    """Episodes per second of a rollout."""
+    parts = [episode(sampler, row, *case) for row in range(options.episodes)]
+    start = time.perf_counter()
+    sampler.play(parts, Record(None), lambda number: nullcontext())
+    return options.episodes / (time.perf_counter() - start)
+
+
+@contextmanager
+def simulated(folder: str) -> Iterator[tuple[str, str]]:
+    """Address and base of a server that samples every request as if it were the only one."""
+    from fake_vllm import FakeVLLM
+
+    class Simulated(FakeVLLM):
+        async def answer(self, request: Any) -> Any:
+            body = json.loads(await request.body() or "{}")
+            await asyncio.sleep(SECONDS_PER_TOKEN * body.get("max_tokens", 0))
+            return await super().answer(request)
+
+    server = Simulated("org/base")
+    server.start()
+    try:
+        yield server.url, "org/base"
+    finally:
+        server.stop()
+
+
+@contextmanager
+def real(folder: str) -> Iterator[tuple[str, str]]:
+    """Address and base of `vllm serve` with a tiny Llama."""
+    from served import saved, small_llama
+    from tiny import tokenizer
+    from vllm_servers import ADAPTERS, served
+
+    base = saved(small_llama(max_position_embeddings=4096), f"{folder}/base")
+    tokenizer().save_pretrained(base)  # a server reads one
+    arguments = (*ADAPTERS, "--max-num-seqs", "256")
+    with served(base, f"{folder}/log", arguments) as server:
+        yield server.url, base
+
+
+def save_adapter(folder: Path) -> None:
+    """Save an adapter of the tiny Llama."""
+    from peft import LoraConfig, get_peft_model
+    from served import small_llama
+
+    config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    get_peft_model(small_llama(max_position_embeddings=4096), config).save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--simulated", action="store_true", help="no vLLM")
+    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=48, help="of a turn, in the mean")
+    parser.add_argument("--cases", nargs="+", default=CASES, help="sigma, and share of tools")
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    turns.QUICK = math.inf  # lockstep waits for all
+    with tempfile.TemporaryDirectory() as folder:
+        save_adapter(Path(folder, ADAPTER))
+        with (simulated if options.simulated else real)(folder) as (url, base):
+            settings = {"temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+            server = VLLMServer(url, 240.0, base, settings, rank=16)
+            server.load(ADAPTER, Path(folder, ADAPTER))
+            mean_seconds = SECONDS_PER_TOKEN * options.tokens
+            if not options.simulated:
+                rate(Lockstep(server), options, 0.0, 0.0, options.tokens, 0)  # warms it up
+                start = time.perf_counter()
+                requests = [
+                    Request([4, 5, 6], 1, row, options.tokens) for row in range(options.episodes)
+                ]
+                server.sample(ADAPTER, requests)
+                mean_seconds = time.perf_counter() - start
+            print(f"a turn of all episodes: {mean_seconds:.2f} s")
+            for numbers in options.cases:
+                sigma, share = map(float, numbers.split(","))
+                tool = share * mean_seconds
+                print(f"sigma {sigma}, tools of {tool:.2f} s:", flush=True)
+                for seed in range(options.seeds):
+                    case = (sigma, tool, options.tokens, seed)
+                    alone = rate(RequestingSampler(server, ADAPTER), options, *case)
+                    lockstep = rate(Lockstep(server), options, *case)
+                    print(
+                        f"  seed {seed}: {alone:.2f} episodes per second, {lockstep:.2f} in "
+                        f"lockstep: {alone / lockstep:.2f} times",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()
