@@ -741,6 +741,25 @@ def baseline(
     return [mean + weight * (value - line.center) for value in sample.values], weight
 
 
+def subtract_usual_advantage(samples: list[Sample]) -> None:
+    """Subtract the mean of the other completions at the same position; fewer count as eight.
+
+    Values that know little leave what all completions earn at a position, e.g. a KL penalty.
+    """
+    totals: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    for sample in samples:
+        for position, advantage in enumerate(sample.advantages):
+            totals[position] = totals.get(position, 0.0) + advantage
+            counts[position] = counts.get(position, 0) + 1
+    for sample in samples:
+        rest = []
+        for position, advantage in enumerate(sample.advantages):
+            usual = (totals[position] - advantage) / max(counts[position] - 1, 8)
+            rest.append(advantage - usual)
+        sample.advantages = rest
+
+
 def advantages_of_critic(
     models: Models,
     samples: list[Sample],
@@ -778,6 +797,7 @@ def advantages_of_critic(
     # Normalized values are fitted to the returns before they are a baseline. Others are one as they
     # are.
     values = []
+    bootstraps = alpha is not None or policy_lambda < 1
     for sample in samples:
         predictions = sample.old.predictions.tolist()
         sample.values = [units.value(x) for x in predictions]
@@ -786,7 +806,6 @@ def advantages_of_critic(
         values.extend(sample.values)
     if settings.normalize_values:
         center = statistics.mean(values)
-        bootstraps = alpha is not None or policy_lambda < 1
         for sample in samples:
             sample.baseline, weight = baseline(models, sample, samples, bootstraps=bootstraps)
             sample.explains = [weight * (value - center) for value in sample.values]
@@ -813,6 +832,9 @@ def advantages_of_critic(
         sample.returns = []
         for error, value in zip(errors, sample.values):
             sample.returns.append(error + value)
+
+    if settings.normalize_values and bootstraps:
+        subtract_usual_advantage(samples)
 
     if settings.normalize_values:
         unit = units.end_rollout(outcomes, len(samples))

@@ -36,6 +36,8 @@ UNIT_FLOOR = 1e-4
 ROUNDING = 1e-6  # of equal values in float32, as a share of their mean
 OUTLYING = 1e4  # times the squares of all other completions' deviations
 FEWEST = 8  # completions, of which one may be an outlier
+# of scores in a completion; later ones share a number, so that tables have one size on all ranks
+MOST_PLACES = 4096
 TRUST = 2.0  # factor of a token's probability, per rollout, at which the default clip acts
 
 
@@ -116,6 +118,35 @@ def latest_sampled(mask: Tensor) -> Tensor:
 def turn_ends(turns: Tensor) -> Tensor:
     """Mask, 1 at the last token of each turn."""
     return turns.bool() & (turns != torch.nn.functional.pad(turns[:, 1:], (0, 1)))
+
+
+def place_numbers(places: Tensor) -> Tensor:
+    """Number of the next place at or after each token, from 0, `[batch, response]`."""
+    before = places.long().cumsum(1) - places.long()
+    return before.clamp(max=MOST_PLACES - 1)
+
+
+def sums_by_number(
+    x: Tensor, numbers: Tensor, mask: Tensor, all_sum: Reduction = torch.clone
+) -> tuple[Tensor, Tensor]:
+    """Sum of `x` and count over the mask and all ranks for each number, `[MOST_PLACES]`."""
+    table = x.new_zeros(
+        MOST_PLACES, dtype=torch.float32 if x.device.type == "mps" else torch.float64
+    )
+    chosen = mask.flatten().to(table.dtype)
+    index = numbers.flatten()
+    totals = table.index_add(0, index, x.flatten().to(table.dtype) * chosen)
+    counts = table.index_add(0, index, chosen)
+    totals, counts = all_sum(torch.stack([totals, counts])).unbind()
+    return totals, counts
+
+
+def means_by_number(
+    x: Tensor, numbers: Tensor, mask: Tensor, all_sum: Reduction = torch.clone
+) -> Tensor:
+    """Mean of `x` over the mask and all ranks for each number, `[MOST_PLACES]`; NaN without any."""
+    totals, counts = sums_by_number(x, numbers, mask, all_sum)
+    return totals / counts
 
 
 def at_turn_ends(x: float | Tensor, turns: Tensor, within: float | Tensor = 1.0) -> Tensor:

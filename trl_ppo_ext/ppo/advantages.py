@@ -142,6 +142,10 @@ def gae_with_critic(
     # 5. Advantages for the policy and returns for the critic, each with its λ.
     advantages, _ = ppo_math.gae(rewards, baseline, steps, gamma, lam, after)
     _, returns = ppo_math.gae(rewards, values, steps, gamma, lam_critic, after)
+    if is_normalized and discounts.bootstraps:
+        # values that know little leave what all completions earn at a place, e.g. a KL penalty
+        usual = mean_of_others_at_place(advantages, enters, all_sum)
+        advantages = (advantages - usual) * steps
     if is_normalized and discounts.bootstraps and groups.size > 1:
         # whatever the other completions tell of an advantage is no merit of its token
         of_group = torch.stack(predictors[1:], -1)
@@ -169,6 +173,19 @@ def gae_with_critic(
         weights=weights,
     )
     return result, seen_after
+
+
+def mean_of_others_at_place(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
+    """Mean over other completions at the same number of the mask's tokens, `[batch, response]`,
+    shrunk to 0 if they are fewer than eight.
+
+    It depends on no token of the completion itself, so it is a baseline without bias.
+    """
+    numbers = ppo_math.place_numbers(mask)
+    totals, counts = ppo_math.sums_by_number(x, numbers, mask, all_sum)
+    own = x * mask
+    others = counts[numbers] - mask.to(counts.dtype)
+    return ((totals[numbers] - own) / others.clamp(min=FEWEST)).to(x.dtype)
 
 
 def divide_by_unit(

@@ -6,12 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ppo_math import Reduction, latest_sampled, turn_ends
+from ..ppo_math import (
+    Reduction,
+    latest_sampled,
+    means_by_number,
+    place_numbers,
+    turn_ends,
+)
 
 # over a place, if scores tell more before the last place of a completion than at it
 STEPWISE_LAMBDA = 0.8
-# per completion; later ones share a number, so that tables have one size on all ranks
-MOST_PLACES = 4096
 
 
 def enter_at(token_scores: Tensor, places: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,27 +25,6 @@ def enter_at(token_scores: Tensor, places: Tensor, turns: Tensor) -> tuple[Tenso
     scores = torch.zeros_like(token_scores).scatter_add(1, latest, token_scores)
     counts = torch.zeros_like(turns).scatter_add(1, latest, places.to(turns.dtype))
     return scores, (counts > 0) & turns.bool() | turn_ends(turns)
-
-
-def place_numbers(places: Tensor) -> Tensor:
-    """Number of the next place at or after each token, from 0, `[batch, response]`."""
-    before = places.long().cumsum(1) - places.long()
-    return before.clamp(max=MOST_PLACES - 1)
-
-
-def means_by_number(
-    x: Tensor, numbers: Tensor, mask: Tensor, all_sum: Reduction = torch.clone
-) -> Tensor:
-    """Mean of `x` over the mask and all ranks for each number, `[MOST_PLACES]`; NaN without any."""
-    table = x.new_zeros(
-        MOST_PLACES, dtype=torch.float32 if x.device.type == "mps" else torch.float64
-    )
-    chosen = mask.flatten().to(table.dtype)
-    index = numbers.flatten()
-    totals = table.index_add(0, index, x.flatten().to(table.dtype) * chosen)
-    counts = table.index_add(0, index, chosen)
-    totals, counts = all_sum(torch.stack([totals, counts])).unbind()
-    return totals / counts
 
 
 def explained_without_clock(

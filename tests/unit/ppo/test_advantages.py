@@ -14,6 +14,7 @@ from trl_ppo_ext.ppo.advantages import (
     divide_by_unit,
     gae_with_critic,
     group_advantages,
+    mean_of_others_at_place,
     objective_advantages,
     rewards_to_go,
 )
@@ -60,6 +61,39 @@ def test_targets_are_returns_in_units_with_this_rollout():
     assert seen == SEEN.add(monte_carlo(REWARDS), STEPS, torch.clone, MEMORY)
     close(Units.of(seen).values(result.targets)[STEPS], result.returns[STEPS])
     assert not result.targets[~STEPS].any()
+
+
+def test_what_all_completions_pay_at_a_place_moves_no_token():
+    """With λ below 1 and values that know nothing, e.g. a KL penalty, or scores that rise with the
+    length."""
+    torch.manual_seed(0)
+    steps = torch.ones(64, 12).bool()
+    rewards = torch.randn(64, 12, dtype=torch.float64)
+    outputs = 1e-3 * torch.randn(64, 12, dtype=torch.float64)
+    clock = torch.linspace(-3, -1, 12, dtype=torch.float64)
+    discounts = with_lambdas(0.8, 1.0, gamma=1.0)
+    plain, charged = (
+        gae_with_critic(x, outputs, steps, Moments(), True, discounts)[0].advantages
+        for x in (rewards, rewards + clock)
+    )
+    assert charged.mean(0).abs().max() < 0.05 * charged.std()
+    close(charged[:, :-1], plain[:, :-1], atol=0.1, rtol=0)
+
+
+def test_mean_of_others_at_a_place_is_no_own_number():
+    x = torch.arange(20.0).view(10, 2)
+    mask = torch.ones_like(x).bool()
+    mask[0, 0] = False  # its second token is its first that counts
+    usual = mean_of_others_at_place(x, mask)
+    first = x[1:, 0]
+    assert usual[0, 1].item() == pytest.approx(first.mean().item())
+    # of the first places of nine others
+    others = (first.sum() + x[0, 1] - x[4, 0]) / 9
+    assert usual[4, 0].item() == pytest.approx(others.item())
+    # eight others have a second place; of fewer the mean is shrunk
+    assert usual[4, 1].item() == pytest.approx((x[1:, 1].sum() - x[4, 1]).item() / 8)
+    few = mean_of_others_at_place(x[:3], torch.ones(3, 2).bool())
+    assert few[0].tolist() == pytest.approx([(2 + 4) / 8, (3 + 5) / 8])
 
 
 def test_new_critic_predicts_the_mean_of_its_first_returns():

@@ -9,10 +9,8 @@ from trl_ppo_ext.ppo.places import (
     default_lambda,
     enter_at,
     explained_without_clock,
-    means_by_number,
-    place_numbers,
 )
-from trl_ppo_ext.ppo_math import explained_variance
+from trl_ppo_ext.ppo_math import explained_variance, means_by_number, place_numbers
 
 # of an episode
 TURNS = 12
