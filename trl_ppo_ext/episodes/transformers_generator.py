@@ -279,6 +279,7 @@ class KeptConversation:
         sampler = generator.static_sampler(longest_row(prompts, rooms))
         batch_size = generator.batch_size or len(prompts)
         if sampler is None or len(prompts) > batch_size:
+            self.last = None  # its rows are not those of this call
             return generator.generate(prompts, rooms)
         generator.begin_logprobs()
         if rows is None or self.last is None or self.last is not sampler.last:

@@ -594,3 +594,18 @@ def test_tokenizer_without_pad_token_pads_with_eos(build, caplog, monkeypatch):
         losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
     assert "no pad token, so '<eos>' pads" in caplog.text and policy_tokenizer.pad_token == "<eos>"
     assert len(losses[0]) == 4 and losses[0] == losses[1]
+
+
+def test_turn_after_a_group_of_generate_continues_its_own_episode(build):
+    """A long episode, for which `generate` samples, may join a later group."""
+    trainer = build(llama(max_position_embeddings=256), max_completion_length=64)
+    generator = greedily(trainer, max_completion_length=64)
+    generator.longest_stepped = 40
+    first = [5, 6, 7, 8, 9, 10]
+    second = [11, 12, 4]
+    turns = generator.conversation()
+    _, turn = turns([first, second], [4, 4], None)
+    second = second + turn + [4]
+    turn, _ = turns([second, [13, 5] * 20], [4, 4], None)
+    second = second + turn + [4]
+    assert turns([second], [4], [0]) == generator.generate([second], [4])
