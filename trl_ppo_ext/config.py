@@ -234,6 +234,11 @@ class PPOConfig(TRLFields, TrainingArguments):
     """Label that is the reward, for reward models with several: its name, or its number counted
     from 0. A list has one for each reward, and then for each monitored one, with `None` for those
     without labels."""
+    reward_level: list[str | None] | str | None = None
+    """Where a reward model pays its score: all of it at the `"end"`, or its changes from `"token"`
+    to token or from `"turn"` to turn, if its scores of prefixes foresee the last one. A list has
+    one for each reward. Default: `"token"` for a causal model with `gamma=1`, and a critic without
+    `critic_init` or `advantage_estimator="rebn"`, else `"end"`."""
     reward_on_error: Literal["raise", "skip"] = "raise"
     """When a reward fails, `"raise"` ends the run, `"skip"` excludes the completion."""
     max_reward_failures: float = number(0.5, at_least=0, at_most=1)
@@ -660,6 +665,38 @@ class PPOConfig(TRLFields, TrainingArguments):
                 "`kl_placement='loss'`."
             )
 
+    def _check_reward_level(self) -> None:
+        """Check that changes of a score may be paid."""
+        levels = self.reward_level
+        if not isinstance(levels, list):
+            levels = [levels]
+        for level in levels:
+            if level not in (None, "end", "token", "turn"):
+                raise ValueError(
+                    "`reward_level` must be 'end', 'token' or 'turn', or a list of these and None, "
+                    f"got {level!r}."
+                )
+        early = next((level for level in levels if level in ("token", "turn")), None)
+        if early is not None and self.why_paid_at_end:
+            raise ValueError(
+                f"`reward_level={early!r}` does not fit {self.why_paid_at_end}; set 'end'."
+            )
+
+    @property
+    def why_paid_at_end(self) -> str | None:
+        """Why reward models must pay their score at the end, whatever their prefixes tell."""
+        if self.gamma != 1:
+            return (
+                f"`gamma={self.gamma}`: with a discount, changes of a score are worth something "
+                "else than the score"
+            )
+        if self.critic == "none" and self.advantage_estimator != "rebn":
+            return (
+                f"`advantage_estimator={self.advantage_estimator!r}`, which compares sums of "
+                "scores, wherever they are paid"
+            )
+        return None
+
     def resolve_values(self) -> None:
         """Build the options, and set what depends on other fields.
 
@@ -669,6 +706,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         self._build_options()
         self._check_trainer_fields()
         self._check_kl()
+        self._check_reward_level()
         self._check_estimator()
         self._check_groups()
         self._check_level()

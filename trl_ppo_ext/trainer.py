@@ -64,6 +64,7 @@ from .rewards import (
     build_rewards,
     no_reward,
     reward_labels,
+    set_reward_levels,
 )
 from .rewards.model import SequenceScorer
 from .rewards.process import ProcessScorer
@@ -265,6 +266,7 @@ class PPOTrainer(Trainer):
             rewards = build_rewards(
                 reward_list, reward_tokenizers, actor_critic, tokenizer, args, of_rewards
             )
+            set_reward_levels(rewards, args, tokenizer)
             monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args, of_monitors)
         add_critic_to_optimizer(optimizer, scheduler, actor_critic)
         has_reward_model = any(isinstance(x, SequenceScorer | ProcessScorer) for x in rewards)

@@ -84,11 +84,11 @@ def test_fields_that_break_a_run_are_refused(tmp_path, settings, message):
         PPOConfig(str(tmp_path), use_cpu=True, **settings)
 
 
-def test_config_adds_at_most_46_fields_to_the_trainer_and_trl():
+def test_config_adds_at_most_47_fields_to_the_trainer_and_trl():
     own, theirs, trainers = (
         {field.name for field in fields(x)} for x in (PPOConfig, GRPOConfig, TrainingArguments)
     )
-    assert len(own - theirs - trainers - NAMES.keys()) <= 46
+    assert len(own - theirs - trainers - NAMES.keys()) <= 47
 
 
 def test_default_checkpointing_is_silent_and_can_be_turned_off(tmp_path):

@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> None:
         "explained variance of the returns by the policy's states: "
         f"{result['explained_variance']:.2f}"
     )
+    for name, share in result["foreseen"].items():
+        print(f"of the scores of `{name}`, its scores of prefixes foresee {share:.2f} (noise: 0)")
     print(
         f"agreement of a rollout of {result['rollout']} with the exact gradient (1; noise: 0), "
         "with 90 % intervals"

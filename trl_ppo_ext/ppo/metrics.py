@@ -19,7 +19,7 @@ from ..modeling import TokenScores
 from ..ppo_math import Reduction
 from ..rewards import Scored
 from .advantages import CriticAdvantages, in_groups_that_differ
-from .places import explained_without_clock, place_numbers
+from .places import explained_without_clock
 
 # first parts of the names that the trainer logs
 RESERVED = frozenset(
@@ -128,6 +128,8 @@ def log_rewards(
             f"rewards/{name}/std", ppo_math.masked_var(scores.nan_to_num(), applies, all_sum).sqrt()
         )
         metrics.total(f"rewards/{name}/failed", failed & valid)
+    for name, foresight in scored.foresight.items():
+        metrics.mean(f"rewards/{name}/foreseen", foresight.share)
     valid = valid & scored.usable
     metrics.mean("reward", scored.totals, valid)
     metrics.mean("reward_std", ppo_math.masked_var(scored.totals, valid, all_sum).sqrt())
@@ -156,7 +158,7 @@ def log_critic(
         uncut = result.uncut
         explained[""] = ppo_math.explained_variance(values, outcomes, uncut, all_sum)
         explained["_without_clock"] = explained_without_clock(
-            values, outcomes, place_numbers(places), uncut, all_sum
+            values, outcomes, ppo_math.place_numbers(places), uncut, all_sum
         )
     for name, share in explained.items():
         metrics.mean(f"value/explained_variance{name}", share)

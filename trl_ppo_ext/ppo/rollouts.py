@@ -240,7 +240,7 @@ def sample(
     stopped = torch.tensor(endings).to(device, non_blocking=True)
 
     # 2. Score the completions.
-    batch, scored, monitored, extra = score(components, episodes, metrics, state, training)
+    batch, scored, monitored, extra = score(components, episodes, run, metrics, state, training)
 
     # 3. Log-probs under policy and reference, entropies and values, with the forward of the
     # updates.
@@ -324,6 +324,7 @@ def play(
 def score(
     components: Components,
     episodes: list[Episode],
+    run: RunState,
     metrics: Metrics,
     state: TrainerState,
     training: bool,
@@ -347,6 +348,7 @@ def score(
             max_failures,
             components.all_sum,
             device,
+            run.foresight,
         )
         monitored = scored.rewards[:, :0]
         if components.monitors:
@@ -376,7 +378,9 @@ def without_nonfinite(
     rows = nonfinite[:, None]
     tokens = tokens.map(lambda x: x.masked_fill(rows, 0))
     scored = scored._replace(
-        usable=scored.usable & ~nonfinite, tokens=scored.tokens.masked_fill(rows, 0)
+        usable=scored.usable & ~nonfinite,
+        tokens=scored.tokens.masked_fill(rows, 0),
+        unpaid=scored.unpaid.masked_fill(nonfinite, 0),
     )
     return tokens, scored, nonfinite
 
@@ -431,7 +435,10 @@ def collect(
 
     # 2. Rewards per token: the KL penalty at every token, and scores where they enter.
     rewards, after = shaped_rewards(components, samples, run)
-    metrics.mean("objective", rewards.sum(1), samples.scored.usable)
+    objective = rewards.sum(1)
+    if not components.args.normalize_rewards:
+        objective = objective + samples.scored.unpaid
+    metrics.mean("objective", objective, samples.scored.usable)
 
     # 3. Credit: from rewards to advantages of the policy and targets of the critic.
     credit = Credit.begin(samples, rewards)
@@ -440,7 +447,10 @@ def collect(
 
     # 4. The rollout, and what it leaves to the next one.
     rollout = Rollout.of(samples, credit, run.kl_coef, gather)
-    after = after._replace(kl_coef=next_kl_coef(components, samples, run, state))
+    after = after._replace(
+        kl_coef=next_kl_coef(components, samples, run, state),
+        foresight=samples.scored.foresight,
+    )
     metrics.mean("kl_coef", run.kl_coef)
     samples = samples._replace(advantages=rollout.advantages)
     if credit.critic is not None:
@@ -476,7 +486,7 @@ def shaped_rewards(
     tokens = samples.tokens
     scored = samples.scored
     after = run
-    scores = scored.totals
+    scores = scored.paid
     token_scores = scored.tokens
     kl = torch.zeros_like(tokens.logprobs)
     if args.normalize_rewards:
@@ -526,7 +536,8 @@ def normalized_scores(
         means = torch.where(rows, of_outcomes[name].mean, means)
         deviations = torch.where(rows, of_scores[name].sample_deviation + 1e-8, deviations)
     after = run._replace(scores=of_scores, outcomes=of_outcomes)
-    return (scores - means) / deviations, token_scores / deviations[:, None], after
+    paid = samples.scored.paid
+    return (paid - means) / deviations, token_scores / deviations[:, None], after
 
 
 def rows_of_environments(components: Components, samples: Samples) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..modeling.critics import CriticState
 from ..ppo_math import Moments
+from ..rewards.prefixes import Foresight
 from .places import Information
 
 
@@ -25,13 +26,16 @@ class RunState(NamedTuple):
     critic: CriticState = CriticState()
     largest_unit: float = 0.0  # largest deviation of returns in the run so far
     information: Information = Information()  # of scores, by which the default λ is chosen
+    # of reward models that score prefixes, by name
+    foresight: Mapping[str, Foresight] = {}
     # [2, rows] episodes of each row, and the sum of their scores, for a curriculum
     played: Tensor = torch.zeros(2, 0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers of a checkpoint, which has tensors elsewhere."""
         numbers = {name: _plain(x) for name, x in self._asdict().items() if name != "played"}
-        return numbers | {"critic": self.critic.to_json()}
+        foresight = {name: sums.to_json() for name, sums in self.foresight.items()}
+        return numbers | {"critic": self.critic.to_json(), "foresight": foresight}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "RunState":
@@ -39,6 +43,9 @@ class RunState(NamedTuple):
         fields: dict[str, Any] = dict(saved)
         for name in ("scores", "outcomes"):
             fields[name] = {key: Moments(*numbers) for key, numbers in saved[name].items()}
+        fields["foresight"] = {
+            key: Foresight(*numbers) for key, numbers in saved["foresight"].items()
+        }
         fields["information"] = Information(*saved["information"])
         fields["critic"] = CriticState.from_json(saved["critic"])
         return cls(**fields)
@@ -47,7 +54,7 @@ class RunState(NamedTuple):
 def _plain(x: Any) -> Any:
     """Statistics as lists of numbers."""
     if isinstance(x, Mapping):
-        return {name: list(moments) for name, moments in x.items()}
+        return {name: list(numbers) for name, numbers in x.items()}
     if isinstance(x, tuple):
         return list(x)
     return x

@@ -9,6 +9,7 @@ from .build import (
     check_reward_columns,
     no_reward,
     reward_labels,
+    set_reward_levels,
 )
 from .model import ClassifierReward, RewardAdapter, load_classifier
 from .process import ProcessReward

@@ -13,7 +13,15 @@ from ..config import PPOConfig
 from ..data import REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
 from ..modeling.loading import load_config
-from .model import AdapterReward, ClassifierReward, RewardAdapter, checked_label, load_classifier
+from .model import (
+    AdapterReward,
+    ClassifierReward,
+    RewardAdapter,
+    SequenceScorer,
+    checked_label,
+    load_classifier,
+)
+from .prefixes import RewardLevel
 from .process import ProcessReward, ProcessScorer, is_process_model
 from .scoring import FunctionReward, Reward, function_name
 
@@ -93,6 +101,11 @@ def check_reward_arguments(
                 f"`{name}` has {len(values)} entries for {len(reward_funcs)} rewards; they must "
                 "match."
             )
+    if isinstance(args.reward_level, list) and len(args.reward_level) != len(reward_funcs):
+        raise ValueError(
+            f"`reward_level` has {len(args.reward_level)} entries for {len(reward_funcs)} rewards; "
+            "give one for each, and None for those without a model."
+        )
     _check_labels(reward_funcs, monitor_funcs, args)
 
 
@@ -179,6 +192,39 @@ def check_reward_columns(
     passed = [column for column in columns or () if column not in {"prompt"} | TOKEN_COLUMNS]
     for function in filter(_is_function, reward_funcs if columns else ()):
         check_signature(function, passed + list(others), f"`{name}`")
+
+
+def set_reward_levels(
+    rewards: Sequence[Reward], args: PPOConfig, policy_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Let reward models pay where `reward_level` says."""
+    models = [reward for reward in rewards if isinstance(reward, SequenceScorer)]
+    causal = [reward for reward in models if reward.is_causal]
+    levels: list[str | None]
+    if isinstance(args.reward_level, list):
+        levels = list(args.reward_level)
+    else:
+        levels = [args.reward_level if reward in models else None for reward in rewards]
+    # rewards of environments, which come last, have no level
+    levels += [None] * (len(rewards) - len(levels))
+    # a critic that begins with a score predicts scores at the end
+    default = "end" if args.why_paid_at_end or args.critic_init else "token"
+    for reward, level in zip(rewards, levels):
+        if level is None and reward in causal:
+            level = default
+        if level in (None, "end"):
+            continue
+        if reward not in causal:
+            raise ValueError(
+                f"`reward_level={level!r}` needs a causal reward model, which scores every prefix "
+                f"of a completion, got the reward `{reward.name}`; set 'end' for it."
+            )
+        cast(SequenceScorer, reward).pay_at(cast(RewardLevel, level), policy_tokenizer)
+    if args.reward_level in ("token", "turn") and not models:
+        raise ValueError(
+            f"`reward_level={args.reward_level!r}` needs a causal reward model in `reward_funcs`; "
+            "omit it."
+        )
 
 
 def build_rewards(

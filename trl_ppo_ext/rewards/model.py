@@ -1,10 +1,12 @@
 """Frozen sequence classifiers as rewards: models (4-bit by default) and adapters on the policy's
 base."""
 
+import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -20,13 +22,17 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from ..modeling import ActorCritic
 from ..modeling.adapters import SCORE_HEADS, check_same_base, find_file, read_adapter
 from ..modeling.loading import check_loaded
 from ..redaction import shortened
 from ..text import encode_completed
+from .prefixes import PrefixScores, RewardLevel, prefix_ends
 from .scoring import RewardError, ScoringBatch
+
+logger = logging.get_logger(__name__)
 
 _ROBERTA = re.compile("roberta|camembert|data2vec-text|ibert|longformer|luke|mpnet|xmod")
 
@@ -91,14 +97,17 @@ def frozen(model: PreTrainedModel | PeftModel) -> PreTrainedModel | PeftModel:
     return model
 
 
+def classifier_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The classifier, without an adapter around it."""
+    if isinstance(model, PeftModel):
+        return model.get_base_model()
+    return model
+
+
 def is_decoder(model: PreTrainedModel | PeftModel) -> bool:
     """Whether a classifier is one of transformers' decoders, which have a score head and a
     cache."""
-    if isinstance(model, PeftModel):
-        classifier = model.get_base_model()
-    else:
-        classifier = model
-    return isinstance(getattr(classifier, "score", None), nn.Module)
+    return isinstance(getattr(classifier_of(model), "score", None), nn.Module)
 
 
 def load_tokenizer(name: str, model_id: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -152,6 +161,11 @@ class SequenceScorer:
 
     # scores of rows of token ids, `[rows]`
     _score: ClassVar[Callable[[Any, list[list[int]]], Tensor]]
+    # scores of their prefixes, `[rows, length]`, padded on the right
+    _score_prefixes: ClassVar[Callable[[Any, list[list[int]]], Tensor]]
+    is_causal = False  # whether it scores prefixes, too
+    level: RewardLevel = "end"
+    policy_tokenizer: PreTrainedTokenizerBase  # needed at other levels
 
     def __init__(
         self,
@@ -165,6 +179,11 @@ class SequenceScorer:
         self.batch_size = batch_size
         self.context_length = context_length
 
+    def pay_at(self, level: RewardLevel, policy_tokenizer: PreTrainedTokenizerBase) -> None:
+        """Pay the score at the end, or its changes at tokens of the policy or ends of turns."""
+        self.level = level
+        self.policy_tokenizer = policy_tokenizer
+
     def encode(self, prompts: list, completions: list) -> list[list[int]]:
         """Tokenize prompts with their completions."""
         pairs = zip(prompts, completions)
@@ -172,11 +191,11 @@ class SequenceScorer:
             encode_completed(prompt, completion, self.tokenizer) for prompt, completion in pairs
         ]
 
-    def score(self, batch: ScoringBatch) -> list[float | RewardError]:
+    def score(self, batch: ScoringBatch) -> list[float | PrefixScores | RewardError]:
         """Score completions in batches of similar length; one that the model cannot read fails
         by itself."""
         rows = dict[int, list[int]]()
-        scores = dict[int, float | RewardError]()
+        scores = dict[int, float | PrefixScores | RewardError]()
         for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
             try:
                 (rows[row],) = self.encode([prompt], [completion])
@@ -192,13 +211,47 @@ class SequenceScorer:
                     f"The reward model `{self.name}` cannot score completion {row}: {cause}."
                 )
         by_length = sorted(rows.keys() - scores.keys(), key=lambda row: (len(rows[row]), row))
-        parts = []
-        for start in range(0, len(by_length), self.batch_size):
-            ids = [rows[row] for row in by_length[start : start + self.batch_size]]
-            parts.append(self._score(ids).float())
-        if parts:
-            scores |= zip(by_length, torch.cat(parts).tolist())  # the only wait for the device
+        parts = [
+            by_length[start : start + self.batch_size]
+            for start in range(0, len(by_length), self.batch_size)
+        ]
+        if parts and self.level == "end":
+            found = [self._score([rows[row] for row in part]).float() for part in parts]
+            scores |= zip(by_length, torch.cat(found).tolist())  # the only wait for the device
+        elif parts:
+            found = [self._score_prefixes([rows[row] for row in part]) for part in parts]
+            numbers = iter(torch.cat([x.flatten() for x in found]).tolist())
+            for part, table in zip(parts, found):
+                for row in part:
+                    by_place = list(islice(numbers, table.shape[1]))
+                    scores[row] = self._prefix_scores(batch, row, rows[row], by_place)
         return [scores[row] for row in range(len(batch))]
+
+    def _prefix_scores(
+        self, batch: ScoringBatch, row: int, ids: list[int], by_place: list[float]
+    ) -> PrefixScores:
+        """Scores of a completion where they are paid, from those at all places of its text."""
+        final = self._final_place(ids)
+        completion_ids = batch.completion_ids[row]
+        last = len(completion_ids) - 1
+        ends = prefix_ends(ids, completion_ids, self.tokenizer, self.policy_tokenizer)
+        if ends is None:
+            logger.warning_once(
+                f"The reward model `{self.name}` reads completions in other words than the policy "
+                "has written, e.g. because its chat template changes them; these are paid at their "
+                "end, as all are with `reward_level='end'`."
+            )
+            return PrefixScores(math.nan, [(last, by_place[final])])
+        positions: Iterable[int] = range(last)
+        if self.level == "turn":
+            positions = [start - 1 for start in batch.episodes[row].starts[1:]]
+        pairs = [(position, by_place[min(ends[1 + position], final)]) for position in positions]
+        pairs.append((last, by_place[final]))
+        return PrefixScores(by_place[min(ends[0], final)], pairs)
+
+    def _final_place(self, ids: list[int]) -> int:
+        """Place of the token at which the score of a text is read."""
+        return len(ids) - 1
 
 
 class ClassifierReward(SequenceScorer):
@@ -220,24 +273,48 @@ class ClassifierReward(SequenceScorer):
         self.model = frozen(model)
         # decoders pool by their pad token, from the right; other models are padded as their
         # tokenizer does
-        self.is_decoder = is_decoder(model)
+        self.is_causal = is_decoder(model)
+        trained_with = model.config.get_text_config().pad_token_id
+        self.has_pad = trained_with is not None and trained_with >= 0  # some files have -1 for none
+
+    def _final_place(self, ids: list[int]) -> int:
+        trained_with = self.model.config.get_text_config().pad_token_id
+        return pooled_place(ids, trained_with if self.has_pad else None)
+
+    @torch.inference_mode()
+    def _score_prefixes(self, rows: list[list[int]]) -> Tensor:
+        outputs: list[Tensor] = []
+        handle = classifier_of(self.model).score.register_forward_hook(
+            lambda module, inputs, output: outputs.append(output)
+        )
+        try:
+            self._score(rows)
+        finally:
+            handle.remove()
+        longest = max(map(len, rows))
+        of_tokens = outputs[0]
+        if of_tokens.ndim != 3 or of_tokens.shape[1] < longest:
+            raise RewardError(
+                f"The reward model `{self.name}` does not score every token of a text; set "
+                "`reward_level='end'`."
+            )
+        return of_tokens[:, -longest:, self.label].float()
 
     @torch.inference_mode()
     def _score(self, rows: list[list[int]]) -> Tensor:
         device = self.model.get_input_embeddings().weight.device
         config = self.model.config.get_text_config()
         trained_with = config.pad_token_id
-        has_pad = trained_with is not None and trained_with >= 0  # some files have -1 for none
-        if has_pad:
+        if self.has_pad:
             pad_token_id = trained_with
         else:
             pad_token_id = pad_token_for(rows, self.tokenizer)
-        if self.is_decoder:
+        if self.is_causal:
             side = "right"
         else:
             side = self.tokenizer.padding_side
         input_ids, mask = padded(rows, pad_token_id, side, device)
-        if self.is_decoder:
+        if self.is_causal:
             without_cache = {"use_cache": False}
         else:
             without_cache = {}
@@ -272,6 +349,8 @@ class RewardAdapter:
 
 class AdapterReward(SequenceScorer):
     """Scores with a reward adapter on the policy's base."""
+
+    is_causal = True
 
     def __init__(
         self,
@@ -320,21 +399,36 @@ class AdapterReward(SequenceScorer):
             ) from None
         self.head = {key: x.float().to(actor_critic.device) for key, x in files.head.items()}
 
-    @torch.no_grad()
+    def _final_place(self, ids: list[int]) -> int:
+        return pooled_place(ids, self.pad_token_id)
+
     def _score(self, rows: list[list[int]]) -> Tensor:
+        places = torch.tensor([self._final_place(ids) for ids in rows])
+        places = places.to(self.actor_critic.device, non_blocking=True)
+        return self._score_states(
+            rows, lambda states: states[torch.arange(len(rows), device=states.device), places]
+        )
+
+    def _score_prefixes(self, rows: list[list[int]]) -> Tensor:
+        return self._score_states(rows, lambda states: states)
+
+    @torch.no_grad()
+    def _score_states(self, rows: list[list[int]], pick: Callable[[Tensor], Tensor]) -> Tensor:
+        """Scores of some of the last states of rows."""
         device = self.actor_critic.device
         input_ids, mask = padded(rows, pad_token_for(rows, self.tokenizer), "right", device)
-        places = torch.tensor([pooled_place(ids, self.pad_token_id) for ids in rows])
-        places = places.to(device, non_blocking=True)
 
         def read(trunk: nn.Module) -> Tensor:
             outputs = trunk(input_ids=input_ids, attention_mask=mask, use_cache=False)
-            return outputs.last_hidden_state[torch.arange(len(rows), device=device), places]
+            return pick(outputs.last_hidden_state)
 
         states = self.actor_critic.read_trunk(read, self.adapter_name)
         # the model may have moved since
         head = {key: x.to(states.device) for key, x in self.head.items()}
         with torch.autocast(states.device.type, enabled=False):
-            return torch.nn.functional.linear(states.float(), head["weight"], head.get("bias"))[
-                :, self.label
+            # row by row: in float32, all states of long texts would take much memory
+            scores = [
+                nn.functional.linear(row.float(), head["weight"], head.get("bias"))
+                for row in states.split(1)
             ]
+        return torch.cat(scores)[..., self.label]

@@ -4,13 +4,14 @@ users' code."""
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import chdir, contextmanager, suppress
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from transformers.utils import logging
 from ..concurrency import FAILURES, started
 from ..data import REWARD_ARGUMENTS
 from ..redaction import shortened
+from .prefixes import Foresight, PrefixScores, pay_changes
 
 logger = logging.get_logger(__name__)
 
@@ -61,8 +63,8 @@ class Reward(Protocol):
     """Named scorer of a batch.
 
     `score` returns one entry per completion: a number; `None` if the reward does not apply; a list
-    with one number per token; a list of `(position, reward)` pairs; or a [`RewardError`] if this
-    completion failed.
+    with one number per token; a list of `(position, reward)` pairs; [`PrefixScores`], if the reward
+    has a `level` other than `"end"`; or a [`RewardError`] if this completion failed.
     """
 
     name: str
@@ -111,6 +113,8 @@ class Scores(NamedTuple):
     # [batch, response] True where the reward may enter: all tokens of a list, or those of pairs
     places: Tensor
     failures: dict[int, RewardError]  # errors by completion
+    # [batch, 1 + response], score of the prompt and of each prefix that has one; NaN elsewhere
+    prefixes: Tensor
 
     @property
     def totals(self) -> Tensor:
@@ -149,6 +153,7 @@ def read_scores(
     # a reward may set the default
     tokens = torch.full((expected, max(lengths)), torch.nan, dtype=torch.float32)
     places = torch.zeros_like(tokens, dtype=torch.bool)
+    prefixes = torch.full((expected, 1 + max(lengths)), torch.nan, dtype=torch.float32)
     failures = {}
     for index, (entry, length) in enumerate(zip(entries, lengths)):
         if isinstance(entry, RewardError):
@@ -156,14 +161,21 @@ def read_scores(
         elif entry is not None and not (
             nan_is_none and isinstance(entry, float | np.floating) and math.isnan(entry)
         ):
+            pairs = entry.pairs if isinstance(entry, PrefixScores) else entry
             try:
-                tokens[index], places[index] = _at_tokens(entry, length, max(lengths))
+                tokens[index], places[index] = _at_tokens(pairs, length, max(lengths))
             except ValueError as error:
                 cause, remedy = error.args
                 failures[index] = RewardError(
                     f"The reward `{name}` returned {cause} for completion {index}{remedy}"
                 )
-    return Scores(tokens, places, failures)
+                continue
+            if isinstance(entry, PrefixScores):
+                prefixes[index, 0] = entry.prompt
+                prefixes[index, 1:] = tokens[index].where(places[index], torch.nan)
+                tokens[index] = 0
+                tokens[index, length - 1] = prefixes[index, length]
+    return Scores(tokens, places, failures, prefixes)
 
 
 def _at_tokens(entry: Any, length: int, width: int) -> tuple[Tensor, Tensor]:
@@ -215,11 +227,19 @@ class Scored(NamedTuple):
     places: Tensor  # [batch, response] True where a reward may enter
     usable: Tensor  # [batch] False if the completion is skipped: a reward failed, or none applies
     failed: Tensor  # [batch, rewards] True if a reward failed
+    unpaid: Tensor  # [batch] part of the sum that no token earned
+    # by name of a reward whose prefixes have scores, with those of earlier rollouts
+    foresight: dict[str, Foresight]
+
+    @property
+    def paid(self) -> Tensor:
+        """`[batch]`, the sum of what the tokens of each completion are paid."""
+        return self.tokens.sum(1)
 
     @property
     def totals(self) -> Tensor:
         """`[batch]`, the weighted sum of the rewards of each completion."""
-        return self.tokens.sum(1)
+        return self.paid + self.unpaid
 
     @property
     def unscored(self) -> Tensor:
@@ -261,6 +281,7 @@ def score_all(
     max_failures: float,
     all_sum: Callable[[Tensor], Tensor],
     device: torch.device,
+    foresight: Mapping[str, Foresight] = MappingProxyType({}),  # of earlier rollouts
 ) -> Scored:
     """Score a batch with each reward, and sum the scores."""
     all_scores = collect_scores(rewards, batch)
@@ -292,15 +313,31 @@ def score_all(
         logger.warning(
             "No reward applies to any of %d completions; nothing is learned from them.", len(batch)
         )
-    weighted = [
-        s.tokens.nan_to_num(0.0) * (1.0 if weights is None else weights[i])
-        for i, s in enumerate(all_scores)
-    ]
-    usable = ~(failed.any(1) | unscored)
-    tokens = torch.stack(weighted).sum(0) * usable[:, None]
+    usable = (~(failed.any(1) | unscored)).to(device, non_blocking=True)
+    # a reward may set the default
+    tokens = torch.zeros(all_scores[0].tokens.shape, dtype=torch.float32, device=device)
+    unpaid = torch.zeros(len(batch), dtype=torch.float32, device=device)
+    foresights = {}
+    for index, (reward, scores) in enumerate(zip(rewards, all_scores)):
+        weight = 1.0 if weights is None else weights[index]
+        own = scores.tokens.nan_to_num(0.0).to(device, non_blocking=True)
+        if getattr(reward, "level", "end") in ("token", "turn"):
+            prefixes = scores.prefixes.to(device, non_blocking=True)
+            changes = pay_changes(prefixes, foresight.get(reward.name, Foresight()), all_sum)
+            own = torch.where(prefixes.isfinite().any(1, keepdim=True), changes.tokens, own)
+            unpaid += weight * changes.unpaid
+            foresights[reward.name] = changes.foresight
+        tokens += weight * own
     places = torch.stack([scores.places for scores in all_scores]).any(0)
-    scored = Scored(totals, tokens, places, usable, failed)
-    return Scored(*(x.to(device, non_blocking=True) for x in scored))
+    return Scored(
+        rewards=totals.to(device, non_blocking=True),
+        tokens=tokens * usable[:, None],
+        places=places.to(device, non_blocking=True),
+        usable=usable,
+        failed=failed.to(device, non_blocking=True),
+        unpaid=unpaid * usable,
+        foresight=foresights,
+    )
 
 
 def monitor(monitors: Sequence[Reward], batch: ScoringBatch, device: torch.device) -> Tensor:

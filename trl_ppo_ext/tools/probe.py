@@ -19,6 +19,7 @@ from ..modeling.critics import COSINES
 from ..ppo.credit import build_credit
 from ..ppo.metrics import Metrics
 from ..ppo.rollouts import Rollout, Samples, collect
+from ..rewards.prefixes import Foresight
 from ..trainer import PPOTrainer
 
 COMPLETIONS = 256
@@ -51,7 +52,8 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     Returns:
         `dict[str, Any]`: `"explained_variance"` of the returns by the policy's states,
         `"agreement"` of each estimator with its 90 % interval (`None` if the completions do not
-        agree on a gradient), `"groups_without_signal"` and `"verdict"`.
+        agree on a gradient), `"groups_without_signal"`, `"foreseen"` by scores of prefixes for each
+        reward model that is paid by token, and `"verdict"`.
 
     Raises:
         `ValueError`: If there are several processes, or too few scores.
@@ -140,12 +142,22 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
         ),
         "agreement": {name: interval(x) for name, x in found.items()},
         "groups_without_signal": without_signal,
+        "foreseen": foreseen_by_prefixes(sampled),
         "verdict": verdict(found, without_signal),
     }
     path = Path(str(trainer.args.output_dir), "probe.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return result
+
+
+def foreseen_by_prefixes(sampled: Sequence[Samples]) -> dict[str, float]:
+    """Share of the variance of each reward model's scores that its scores of prefixes foresee."""
+    shares = {}
+    for name in sampled[0].scored.foresight:
+        sums = zip(*(samples.scored.foresight[name] for samples in sampled))
+        shares[name] = float(Foresight(*map(sum, sums)).share)
+    return shares
 
 
 def held_out_rollouts(

@@ -3,6 +3,7 @@ command prints."""
 
 import json
 import random
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from transformers import BitsAndBytesConfig
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.ppo.rollouts import Rollout
+from trl_ppo_ext.rewards.prefixes import PrefixScores
 from trl_ppo_ext.sequences import Sequences
 from trl_ppo_ext.tools import probe as module
 from trl_ppo_ext.tools.probe import (
@@ -70,6 +72,26 @@ def test_equal_scores_of_a_prompt_leave_nothing_to_learn(tmp_path):
     assert (
         result["completions"] == 256 and result["num_generations"] == 8 and result["prompts"] == 28
     )
+
+
+class Walk:
+    """Reward model whose score of a prefix is the best forecast of the last one."""
+
+    name = "walk"
+    level = "token"
+
+    def score(self, batch):
+        return [self.walk(ids) for ids in batch.completion_ids]
+
+    def walk(self, ids):
+        places = accumulate(1.0 if token % 2 else -1.0 for token in ids)
+        return PrefixScores(0.0, list(enumerate(places)))
+
+
+def test_probe_tells_what_scores_of_prefixes_foresee(tmp_path):
+    trainer = task(tmp_path, Walk(), stop_token_ids=[31], max_completion_length=12)
+    assert 0.3 < probe(trainer)["foreseen"]["walk"] < 0.7
+    assert probe(task(tmp_path / "noise", noise))["foreseen"] == {}
 
 
 def test_noisy_token_rewards_take_a_critic_with_a_low_lambda(tmp_path):

@@ -154,7 +154,8 @@ def test_adapter_is_read_where_its_trainer_read_it(base, tmp_path, pad):
     model.config.pad_token_id = own.pad_token_id
     model.save_pretrained(tmp_path / "polite")
     own.save_pretrained(tmp_path / "polite")
-    (reward,) = run(base, str(tmp_path / "polite"), tmp_path / "run").components.rewards
+    built = run(base, str(tmp_path / "polite"), tmp_path / "run", reward_level="end")
+    (reward,) = built.components.rewards
     pairs = [("w1 w2 ", "w3"), ("w4 ", "w5 w6 w7 w8"), ("w9 ", "w0")]
     ids = reward.encode(*map(list, zip(*pairs)))
     with torch.no_grad():

@@ -313,7 +313,10 @@ def table(monkeypatch):
 
     def printed(text, names=("reward",), extra=None, encoding="utf-8", messages=()):
         yes = torch.ones(1, dtype=torch.bool)
-        scored = Scored(torch.ones(1, len(names)), torch.ones(1, 1), yes[:, None], yes, yes)
+        scores = torch.ones(1, len(names))
+        scored = Scored(
+            scores, torch.ones(1, 1), yes[:, None], yes, yes, torch.zeros(1), foresight={}
+        )
         episode = Episode(
             text, [1], completion_ids=[1], starts=[0], messages=list(messages), completion=text
         )
