@@ -19,13 +19,14 @@ sys.path.insert(0, str(HERE / "learning"))
 import arena
 import optimum
 import real
+import reward_levels
 import textworld_games
 import told
 
 PAGES = [HERE / "README.md", HERE / "NOTES.md"]
 # names in statistics.json
-TODAY = "with trusted values as they are"
-BEFORE_TODAY = "before trusted values as they are"
+TODAY = "less the mean of others at a place"
+BEFORE_TODAY = "before trusted values as they are", "with trusted values as they are"
 PLACE = re.compile(r"(<!-- (\w+\.json) -->\n\n)(?:\|.*\n)*\n*")
 
 
@@ -133,11 +134,11 @@ def gpu(measured: dict) -> str:
 
 
 def statistics_of_today(measured: list[dict]) -> str:
-    """Runs of the arena with today's defaults: where λ is 1, those of the state before are the
+    """Runs of the arena with today's defaults: where λ is 1, those of the states before are the
     same."""
     runs: dict[tuple[str, str, str], dict[int, float]] = {}
     for run in measured:
-        is_same = run["code"] == BEFORE_TODAY and set(run.get("lam", ())) == {1.0}
+        is_same = run["code"] in BEFORE_TODAY and set(run.get("lam", ())) == {1.0}
         if run["task"] not in arena.LENGTHS or not (run["code"] == TODAY or is_same):
             continue
         level = f"{run['lam'][0]:g}"
@@ -162,6 +163,7 @@ TABLES = {
     "gpu.json": gpu,
     "optimum.json": lambda measured: optimum.table(measured["results"]),
     "real.json": real.table,
+    "reward_levels.json": reward_levels.table,
     "scaling.json": scaling,
     "statistics.json": statistics_of_today,
     "step.json": step,
