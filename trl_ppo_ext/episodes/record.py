@@ -94,6 +94,8 @@ class Record:
 
     def add(self, key: str, result: Any) -> None:
         """Append an answer."""
+        if self.path is None:
+            return
         entry = {"value": result}
         if isinstance(result, Exception):
             entry = {"error": [type(result).__name__, redacted(str(result))]}

@@ -128,8 +128,6 @@ def log_rewards(
             f"rewards/{name}/std", ppo_math.masked_var(scores.nan_to_num(), applies, all_sum).sqrt()
         )
         metrics.total(f"rewards/{name}/failed", failed & valid)
-    for name, foresight in scored.foresight.items():
-        metrics.mean(f"rewards/{name}/foreseen", foresight.share)
     valid = valid & scored.usable
     metrics.mean("reward", scored.totals, valid)
     metrics.mean("reward_std", ppo_math.masked_var(scored.totals, valid, all_sum).sqrt())

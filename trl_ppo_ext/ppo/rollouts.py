@@ -431,6 +431,8 @@ def collect(
     if state.global_step == 0:
         check_by_critic(components, samples)
     gather = components.accelerator.gather
+    for name, foresight in samples.scored.foresight.items():
+        metrics.mean(f"rewards/{name}/foreseen", foresight.share)
     log_groups(metrics, samples.scored, components.args.num_generations, gather)
 
     # 2. Rewards per token: the KL penalty at every token, and scores where they enter.

@@ -213,6 +213,8 @@ def set_reward_levels(
         if level is None and reward in causal:
             level = default
         if level in (None, "end"):
+            if isinstance(reward, SequenceScorer):  # an earlier run may have set another
+                reward.pay_at("end", policy_tokenizer)
             continue
         if reward not in causal:
             raise ValueError(

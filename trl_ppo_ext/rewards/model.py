@@ -23,12 +23,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
+from trl import is_conversational
 
 from ..modeling import ActorCritic
 from ..modeling.adapters import SCORE_HEADS, check_same_base, find_file, read_adapter
 from ..modeling.loading import check_loaded
 from ..redaction import shortened
-from ..text import encode_completed
+from ..text import encode_chat, encode_completed, encode_text
 from .prefixes import PrefixScores, RewardLevel, prefix_ends
 from .scoring import RewardError, ScoringBatch
 
@@ -110,6 +111,18 @@ def is_decoder(model: PreTrainedModel | PeftModel) -> bool:
     return isinstance(getattr(classifier_of(model), "score", None), nn.Module)
 
 
+def reads_forward(model: PreTrainedModel | PeftModel) -> bool:
+    """Whether each state of a classifier is known to depend on earlier tokens only."""
+    classifier = classifier_of(model)
+    config = classifier.config.get_text_config()
+    is_bidirectional = getattr(config, "use_bidirectional_attention", False) or not getattr(
+        config, "is_causal", True
+    )
+    return not (
+        classifier.config.is_encoder_decoder or is_bidirectional or classifier.is_remote_code()
+    )
+
+
 def load_tokenizer(name: str, model_id: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a reward model."""
     if not model_id:
@@ -183,6 +196,7 @@ class SequenceScorer:
         """Pay the score at the end, or its changes at tokens of the policy or ends of turns."""
         self.level = level
         self.policy_tokenizer = policy_tokenizer
+        self.same_tokens = self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
 
     def encode(self, prompts: list, completions: list) -> list[list[int]]:
         """Tokenize prompts with their completions."""
@@ -234,20 +248,40 @@ class SequenceScorer:
         final = self._final_place(ids)
         completion_ids = batch.completion_ids[row]
         last = len(completion_ids) - 1
-        ends = prefix_ends(ids, completion_ids, self.tokenizer, self.policy_tokenizer)
+        ends = prefix_ends(
+            ids, completion_ids, self.tokenizer, self.policy_tokenizer, self.same_tokens
+        )
         if ends is None:
             logger.warning_once(
                 f"The reward model `{self.name}` reads completions in other words than the policy "
                 "has written, e.g. because its chat template changes them; these are paid at their "
                 "end, as all are with `reward_level='end'`."
             )
-            return PrefixScores(math.nan, [(last, by_place[final])])
+            # without the same prompt's score, the policy could choose what is subtracted
+            end = self._end_of_prompt(batch.prompts[row], ids)
+            prompt_score = math.nan if end is None else by_place[min(end, final)]
+            return PrefixScores(prompt_score, [(last, by_place[final])])
         positions: Iterable[int] = range(last)
         if self.level == "turn":
             positions = [start - 1 for start in batch.episodes[row].starts[1:]]
         pairs = [(position, by_place[min(ends[1 + position], final)]) for position in positions]
+        pairs = [pair for pair in pairs if math.isfinite(pair[1])]
         pairs.append((last, by_place[final]))
         return PrefixScores(by_place[min(ends[0], final)], pairs)
+
+    def _end_of_prompt(self, prompt: Any, ids: list[int]) -> int | None:
+        """Place of the last token of a prompt in a text that begins with it; `None` if none is."""
+        try:
+            if is_conversational({"prompt": prompt}):
+                begun = {"add_generation_prompt": True}
+                own = encode_chat(prompt, self.tokenizer, begun)
+            else:
+                encoded = encode_text(prompt, self.tokenizer)
+                own = encoded.start + encoded.ids
+        except Exception:  # its template refuses a prompt without an answer
+            return None
+        shared = next((n for n, (x, y) in enumerate(zip(own, ids)) if x != y), len(own))
+        return min(shared, len(ids)) - 1 if shared else None
 
     def _final_place(self, ids: list[int]) -> int:
         """Place of the token at which the score of a text is read."""
@@ -273,7 +307,8 @@ class ClassifierReward(SequenceScorer):
         self.model = frozen(model)
         # decoders pool by their pad token, from the right; other models are padded as their
         # tokenizer does
-        self.is_causal = is_decoder(model)
+        self.is_decoder = is_decoder(model)
+        self.is_causal = self.is_decoder and reads_forward(model)
         trained_with = model.config.get_text_config().pad_token_id
         self.has_pad = trained_with is not None and trained_with >= 0  # some files have -1 for none
 
@@ -309,12 +344,12 @@ class ClassifierReward(SequenceScorer):
             pad_token_id = trained_with
         else:
             pad_token_id = pad_token_for(rows, self.tokenizer)
-        if self.is_causal:
+        if self.is_decoder:
             side = "right"
         else:
             side = self.tokenizer.padding_side
         input_ids, mask = padded(rows, pad_token_id, side, device)
-        if self.is_causal:
+        if self.is_decoder:
             without_cache = {"use_cache": False}
         else:
             without_cache = {}

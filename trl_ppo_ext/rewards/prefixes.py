@@ -35,6 +35,7 @@ def prefix_ends(
     completion_ids: list[int],
     tokenizer: PreTrainedTokenizerBase,
     policy_tokenizer: PreTrainedTokenizerBase,
+    same_tokens: bool = True,
 ) -> list[int] | None:
     """Places in what a reward model reads: where the prompt ends, and each token of the policy.
 
@@ -43,7 +44,7 @@ def prefix_ends(
     it.
     """
     length = len(completion_ids)
-    for start in range(len(row) - length, 0, -1):
+    for start in range(len(row) - length, 0, -1) if same_tokens else ():
         begins = row[start] == completion_ids[0]
         if begins and row[start : start + length] == completion_ids:
             return list(range(start - 1, start + length))
@@ -59,8 +60,11 @@ def _ends_by_text(
     """The same by characters."""
     if not (tokenizer.is_fast and policy_tokenizer.is_fast):
         return None
-    text, ends = growing_text(row, tokenizer)
-    completion, policy_ends = growing_text(completion_ids, policy_tokenizer)
+    try:
+        text, ends = growing_text(row, tokenizer)
+        completion, policy_ends = growing_text(completion_ids, policy_tokenizer)
+    except Exception:  # sampled bytes that are no text, of a tokenizer that falls back to bytes
+        return None
     trimmed = completion.strip()  # as chat templates do
     before = len(completion) - len(completion.lstrip())
     start = text.rfind(trimmed)
@@ -127,6 +131,7 @@ class Changes(NamedTuple):
     """Rewards that pay a score before the end; with what no token earned they sum to it."""
 
     tokens: Tensor  # [batch, response]
+    places: Tensor  # [batch, response], 1 where the score may be paid; 0 if only at the end
     unpaid: Tensor  # [batch], what no token earned: of the prompt, and of all completions
     foresight: Foresight
 
@@ -174,4 +179,5 @@ def pay_changes(
     at_end = torch.where(pays_changes, final, score)
     tokens = potentials.diff(dim=1).scatter_add(1, (last - 1).clamp(min=0), at_end)
     tokens = tokens.to(prefixes.dtype) * has_score.any(1, keepdim=True)
-    return Changes(tokens, score[:, 0] - tokens.sum(1), foresight)
+    places = has_score[:, 1:] & pays_changes
+    return Changes(tokens, places, score[:, 0] - tokens.sum(1), foresight)

@@ -175,6 +175,7 @@ def read_scores(
                 prefixes[index, 1:] = tokens[index].where(places[index], torch.nan)
                 tokens[index] = 0
                 tokens[index, length - 1] = prefixes[index, length]
+                places[index] = False  # unless its changes are paid
     return Scores(tokens, places, failures, prefixes)
 
 
@@ -318,6 +319,8 @@ def score_all(
     tokens = torch.zeros(all_scores[0].tokens.shape, dtype=torch.float32, device=device)
     unpaid = torch.zeros(len(batch), dtype=torch.float32, device=device)
     foresights = {}
+    places = torch.stack([scores.places for scores in all_scores]).any(0)
+    places = places.to(device, non_blocking=True)
     for index, (reward, scores) in enumerate(zip(rewards, all_scores)):
         weight = 1.0 if weights is None else weights[index]
         own = scores.tokens.nan_to_num(0.0).to(device, non_blocking=True)
@@ -326,13 +329,13 @@ def score_all(
             changes = pay_changes(prefixes, foresight.get(reward.name, Foresight()), all_sum)
             own = torch.where(prefixes.isfinite().any(1, keepdim=True), changes.tokens, own)
             unpaid += weight * changes.unpaid
+            places = places | changes.places
             foresights[reward.name] = changes.foresight
         tokens += weight * own
-    places = torch.stack([scores.places for scores in all_scores]).any(0)
     return Scored(
         rewards=totals.to(device, non_blocking=True),
         tokens=tokens * usable[:, None],
-        places=places.to(device, non_blocking=True),
+        places=places,
         usable=usable,
         failed=failed.to(device, non_blocking=True),
         unpaid=unpaid * usable,

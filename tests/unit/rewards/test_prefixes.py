@@ -329,8 +329,59 @@ def test_completion_that_is_not_found_is_paid_at_the_end(monkeypatch):
     warnings = []
     monkeypatch.setattr(reward_model.logger, "warning_once", warnings.append)
     (scores,) = reward.score(batch)
-    assert math.isnan(scores.prompt) and [place for place, _ in scores.pairs] == [2]
+    assert [place for place, _ in scores.pairs] == [2]
     assert "in other words than the policy has written" in warnings[0]
+
+
+def test_completion_that_is_not_found_has_the_score_of_its_prompt():
+    """Otherwise a policy could choose what is subtracted from its score, e.g. by writing nothing
+    but EOS."""
+    own = tokenizer()
+    other = byte_tokenizer()
+    model = llama(classifier=True)
+    reward = ClassifierReward(model, own)
+    reward.pay_at("token", other)
+    batch = ScoringBatch(["w1 w2 "], ["w3"], [[other.eos_token_id]])
+    (scores,) = reward.score(batch)
+    assert scores.prompt == pytest.approx(by_hand(model, own("w1 w2")["input_ids"])[-1], abs=1e-5)
+    assert [place for place, _ in scores.pairs] == [0]
+
+
+def test_ids_of_another_vocabulary_are_no_places():
+    own = tokenizer()
+    other = tokenizer(WORDS[::-1])
+    row = own("w1 w2 w3")["input_ids"]
+    assert prefix_ends(row, row[1:2], own, other) == [0, 1]
+    assert prefix_ends(row, row[1:2], own, other, same_tokens=False) is None
+
+
+def test_sampled_bytes_that_are_no_text_are_not_found(monkeypatch):
+    """Tokenizers that fall back to bytes raise on them."""
+
+    def raises(*args):
+        raise Exception("Invalid prefix encountered")
+
+    monkeypatch.setattr("trl_ppo_ext.rewards.prefixes.growing_text", raises)
+    own = tokenizer()
+    assert prefix_ends(own("w1 w2")["input_ids"], own("w5")["input_ids"], own, own) is None
+
+
+def test_level_of_an_earlier_run_is_taken_back(tmp_path):
+    reward = ClassifierReward(llama(classifier=True), tokenizer())
+    trainer(tmp_path / "token", reward_funcs=reward, reward_level="token")
+    assert reward.level == "token"
+    trainer(tmp_path / "end", reward_funcs=reward, reward_level="end")
+    assert reward.level == "end"
+
+
+def test_classifier_that_may_read_ahead_is_paid_at_the_end(tmp_path):
+    model = llama(classifier=True)
+    model.config.use_bidirectional_attention = True
+    reward = ClassifierReward(model, tokenizer())
+    trainer(tmp_path, reward_funcs=reward)
+    assert reward.level == "end"
+    with pytest.raises(ValueError, match="needs a causal reward model"):
+        trainer(tmp_path, reward_funcs=reward, reward_level="token")
 
 
 # ---- beside other rewards
@@ -382,6 +433,17 @@ def test_plain_scores_of_a_model_are_paid_at_the_end():
     scored = score_all([Paid(*entries)], batch, None, "raise", 1.0, *alone)
     assert scored.totals.tolist() == pytest.approx([2.0, 5.0])
     assert scored.tokens[1].tolist() == [0.0, 5.0]
+
+
+def test_places_are_those_where_something_is_paid():
+    """λ follows from them: noise that is paid at the end has none."""
+    torch.manual_seed(0)
+    batch = ScoringBatch(["p"] * 64, ["c"] * 64, [[5] * 6] * 64)
+    alone = [torch.clone, torch.device("cpu")]
+    for scores, pays in ((torch.randn(64, 7), False), (random_walks(64, 7), True)):
+        entries = [PrefixScores(x[0], list(enumerate(x[1:]))) for x in scores.tolist()]
+        scored = score_all([Paid(*entries)], batch, None, "raise", 1.0, *alone)
+        assert scored.places.all().item() is pays and scored.places.any().item() is pays
 
 
 def test_monitored_model_is_read_at_the_end():
