@@ -144,7 +144,7 @@ def gae_with_critic(
     _, returns = ppo_math.gae(rewards, values, steps, gamma, lam_critic, after)
     if is_normalized and discounts.bootstraps:
         # values that know little leave what all completions earn at a place, e.g. a KL penalty
-        usual = mean_of_others_at_place(advantages, enters, all_sum)
+        usual = mean_of_others_at_place(advantages, steps, enters, all_sum)
         advantages = (advantages - usual) * steps
     if is_normalized and discounts.bootstraps and groups.size > 1:
         # whatever the other completions tell of an advantage is no merit of its token
@@ -175,16 +175,19 @@ def gae_with_critic(
     return result, seen_after
 
 
-def mean_of_others_at_place(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Tensor:
-    """Mean over other completions at the same number of the mask's tokens, `[batch, response]`,
-    shrunk to 0 if they are fewer than eight.
+def mean_of_others_at_place(
+    x: Tensor, steps: Tensor, enters: Tensor, all_sum: Reduction = torch.clone
+) -> Tensor:
+    """Mean over other completions at the same number of a step, `[batch, response]`, shrunk to 0 if
+    they are fewer than eight.
 
-    It depends on no token of the completion itself, so it is a baseline without bias.
+    `enters` is 1 at the steps that the mean is made of. It depends on no step of the completion
+    itself, so it is a baseline without bias.
     """
-    numbers = ppo_math.place_numbers(mask)
-    totals, counts = ppo_math.sums_by_number(x, numbers, mask, all_sum)
-    own = x * mask
-    others = counts[numbers] - mask.to(counts.dtype)
+    numbers = ppo_math.place_numbers(steps)
+    totals, counts = ppo_math.sums_by_number(x, numbers, enters, all_sum)
+    own = x * enters
+    others = counts[numbers] - enters.to(counts.dtype)
     return ((totals[numbers] - own) / others.clamp(min=FEWEST)).to(x.dtype)
 
 

@@ -84,7 +84,7 @@ def test_mean_of_others_at_a_place_is_no_own_number():
     x = torch.arange(20.0).view(10, 2)
     mask = torch.ones_like(x).bool()
     mask[0, 0] = False  # its second token is its first that counts
-    usual = mean_of_others_at_place(x, mask)
+    usual = mean_of_others_at_place(x, mask, mask)
     first = x[1:, 0]
     assert usual[0, 1].item() == pytest.approx(first.mean().item())
     # of the first places of nine others
@@ -92,8 +92,18 @@ def test_mean_of_others_at_a_place_is_no_own_number():
     assert usual[4, 0].item() == pytest.approx(others.item())
     # eight others have a second place; of fewer the mean is shrunk
     assert usual[4, 1].item() == pytest.approx((x[1:, 1].sum() - x[4, 1]).item() / 8)
-    few = mean_of_others_at_place(x[:3], torch.ones(3, 2).bool())
+    few = mean_of_others_at_place(x[:3], mask[1:4], mask[1:4])
     assert few[0].tolist() == pytest.approx([(2 + 4) / 8, (3 + 5) / 8])
+
+
+def test_completion_outside_the_mean_has_that_of_its_own_places():
+    """One far beyond all others enters no mean, and is still compared place by place."""
+    x = torch.arange(20.0).view(10, 2)
+    steps = torch.ones(10, 2).bool()
+    enters = steps.clone()
+    enters[0] = False
+    usual = mean_of_others_at_place(x, steps, enters)
+    assert usual[0].tolist() == pytest.approx(x[1:].mean(0).tolist())
 
 
 def test_new_critic_predicts_the_mean_of_its_first_returns():
