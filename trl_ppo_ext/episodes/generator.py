@@ -8,24 +8,12 @@ from transformers.utils import logging
 
 from ..config import PPOConfig
 from .engine import Ahead
-from .turns import GroupedSampler, TurnSampler
+from .turns import Conversation, GroupedSampler, TurnSampler
 
 logger = logging.get_logger(__name__)
 
 # fields of `PPOConfig` and of a `GenerationConfig`
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-class Conversation(Protocol):
-    """Samples turns after everything so far, up to each one's room.
-
-    `rows` are the episodes' numbers in the call before, `None` if one was not in it.
-    """
-
-    def __call__(
-        self, prompts: list[list[int]], rooms: list[int], rows: list[int] | None
-    ) -> list[list[int]]:
-        """Sample a turn of each episode."""
 
 
 class Generator(Protocol):
@@ -66,7 +54,7 @@ class Generator(Protocol):
         """Turns of the episodes of a rollout."""
         return GroupedSampler(self)
 
-    def conversation(self) -> "Conversation":
+    def conversation(self) -> Conversation:
         """Function that samples turns of the episodes of a rollout."""
         return lambda prompts, rooms, rows: self.generate(prompts, rooms)
 

@@ -9,13 +9,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from itertools import count, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..concurrency import started
 from .record import Record
-
-if TYPE_CHECKING:
-    from .generator import Generator
 
 # seconds for which ready episodes wait for others at least, so that groups, and with them random
 # numbers, do not depend on the timing of quick tools
@@ -27,6 +24,28 @@ class Turn(NamedTuple):
 
     ids: list[int]
     logprobs: list[float] | None
+
+
+class Conversation(Protocol):
+    """Samples turns after everything so far, up to each one's room.
+
+    `rows` are the episodes' numbers in the call before, `None` if one was not in it.
+    """
+
+    def __call__(
+        self, prompts: list[list[int]], rooms: list[int], rows: list[int] | None
+    ) -> list[list[int]]:
+        """Sample a turn of each episode."""
+
+
+class Converses(Protocol):
+    """Backend that samples turns in this process."""
+
+    # of the turns of the last call, per token; None if the backend has none
+    sampled_logprobs: list[list[float]] | None
+
+    def conversation(self) -> Conversation:
+        """Function that samples turns of the episodes of a rollout."""
 
 
 class TurnSampler(ABC):
@@ -79,7 +98,7 @@ class GroupedSampler(TurnSampler):
     these are recorded, and a resumed run samples them again.
     """
 
-    def __init__(self, generator: "Generator"):
+    def __init__(self, generator: Converses):
         self.generator = generator
         self.sample_turns = generator.conversation()
         self.patience = math.inf  # seconds; the first group has all episodes
