@@ -178,7 +178,9 @@ class SequenceScorer:
     _score_prefixes: ClassVar[Callable[[Any, list[list[int]]], Tensor]]
     is_causal = False  # whether it scores prefixes, too
     level: RewardLevel = "end"
-    policy_tokenizer: PreTrainedTokenizerBase  # needed at other levels
+    # at other levels
+    policy_tokenizer: PreTrainedTokenizerBase
+    same_tokens: bool  # whether both tokenizers have one vocabulary
 
     def __init__(
         self,
@@ -195,6 +197,8 @@ class SequenceScorer:
     def pay_at(self, level: RewardLevel, policy_tokenizer: PreTrainedTokenizerBase) -> None:
         """Pay the score at the end, or its changes at tokens of the policy or ends of turns."""
         self.level = level
+        if level == "end":
+            return
         self.policy_tokenizer = policy_tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
 
@@ -230,12 +234,12 @@ class SequenceScorer:
             for start in range(0, len(by_length), self.batch_size)
         ]
         if parts and self.level == "end":
-            found = [self._score([rows[row] for row in part]).float() for part in parts]
-            scores |= zip(by_length, torch.cat(found).tolist())  # the only wait for the device
+            at_ends = [self._score([rows[row] for row in part]).float() for part in parts]
+            scores |= zip(by_length, torch.cat(at_ends).tolist())  # the only wait for the device
         elif parts:
-            found = [self._score_prefixes([rows[row] for row in part]) for part in parts]
-            numbers = iter(torch.cat([x.flatten() for x in found]).tolist())
-            for part, table in zip(parts, found):
+            tables = [self._score_prefixes([rows[row] for row in part]) for part in parts]
+            numbers = iter(torch.cat([table.flatten() for table in tables]).tolist())
+            for part, table in zip(parts, tables):
                 for row in part:
                     by_place = list(islice(numbers, table.shape[1]))
                     scores[row] = self._prefix_scores(batch, row, rows[row], by_place)
@@ -270,7 +274,7 @@ class SequenceScorer:
         return PrefixScores(by_place[min(ends[0], final)], pairs)
 
     def _end_of_prompt(self, prompt: Any, ids: list[int]) -> int | None:
-        """Place of the last token of a prompt in a text that begins with it; `None` if none is."""
+        """Place of the last token of a prompt in a text that begins with it; `None` without one."""
         try:
             if is_conversational({"prompt": prompt}):
                 begun = {"add_generation_prompt": True}

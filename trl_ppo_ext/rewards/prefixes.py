@@ -5,6 +5,7 @@ from bisect import bisect_right
 from typing import Literal, NamedTuple
 
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -12,7 +13,6 @@ from ..ppo_math import MOST_PLACES, Reduction, means_by_number, place_numbers
 
 # where the score of a reward model is paid
 RewardLevel = Literal["end", "token", "turn"]
-
 
 # Share of the last scores' variance that earlier ones must explain for their changes to be paid:
 # of noise it is 0.016 in a rollout of 64, and less after several
@@ -79,8 +79,6 @@ def _ends_by_text(
 
 def growing_text(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     """Text of token ids, without special tokens, and its length after each of them."""
-    from tokenizers.decoders import DecodeStream
-
     stream = DecodeStream(skip_special_tokens=True)
     text = ""
     ends = []

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from ..concurrency import FAILURES, started
 from ..data import REWARD_ARGUMENTS
 from ..redaction import shortened
-from .prefixes import Foresight, PrefixScores, pay_changes
+from .prefixes import UNKNOWN, Foresight, PrefixScores, pay_changes
 
 logger = logging.get_logger(__name__)
 
@@ -326,7 +326,7 @@ def score_all(
         own = scores.tokens.nan_to_num(0.0).to(device, non_blocking=True)
         if getattr(reward, "level", "end") in ("token", "turn"):
             prefixes = scores.prefixes.to(device, non_blocking=True)
-            changes = pay_changes(prefixes, foresight.get(reward.name, Foresight()), all_sum)
+            changes = pay_changes(prefixes, foresight.get(reward.name, UNKNOWN), all_sum)
             own = torch.where(prefixes.isfinite().any(1, keepdim=True), changes.tokens, own)
             unpaid += weight * changes.unpaid
             places = places | changes.places

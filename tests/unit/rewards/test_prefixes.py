@@ -9,10 +9,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from runs_of_tiny import rollouts_of, trainer, weights
-from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, config, llama, prompts, tokenizer
-from transformers import LlamaForSequenceClassification
+from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, llama, tokenizer
 
-from trl_ppo_ext import PPOConfig, PPOTrainer, RewardAdapter
+from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.episodes import Episode
 from trl_ppo_ext.ppo_math import gae
 from trl_ppo_ext.rewards import ClassifierReward, ScoringBatch, read_scores, score_all
@@ -499,28 +498,6 @@ def test_run_by_token_has_the_same_scores_and_learns_elsewhere(tmp_path):
     logged = next(row for row in history if "reward" in row)
     assert logged["rewards/model/foreseen"] == pytest.approx(float(foresight.share))
     assert logged["reward"] == pytest.approx(logged["rewards/model/mean"], abs=1e-4)
-
-
-def test_adapter_on_the_base_pays_by_token(base, tmp_path):
-    torch.manual_seed(5)
-    model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS"))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.2)
-    model.save_pretrained(tmp_path / "polite")
-    tokenizer().save_pretrained(tmp_path / "polite")
-    args = config(tmp_path / "run", reward_level="token", max_steps=4)
-    run = PPOTrainer(base, RewardAdapter(str(tmp_path / "polite")), args, prompts())
-    rollouts = rollouts_of(run)
-    run.train()
-    batch = rollouts[0][1].batch
-    alone = ClassifierReward(model.merge_and_unload(), tokenizer())
-    alone.pay_at("token", tokenizer())
-    (of_adapter,) = run.components.rewards
-    for mine, other in zip(of_adapter.score(batch), alone.score(batch)):
-        assert mine.prompt == pytest.approx(other.prompt, abs=1e-5)
-        assert [x for _, x in mine.pairs] == pytest.approx([x for _, x in other.pairs], abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,19 @@ def test_scores_equal_the_adapter_loaded_alone_through_training(base, adapter, t
     assert not any(after[name].requires_grad for name in before)
 
 
+def test_adapter_pays_by_token_what_it_pays_alone(base, adapter, tmp_path):
+    built = run(base, adapter, tmp_path / "run", reward_level="token", max_steps=4)
+    rollouts = rollouts_of(built)
+    built.train()
+    expected = alone(base, adapter)
+    expected.pay_at("token", tokenizer())
+    batch = rollouts[0][1].batch
+    (reward,) = built.components.rewards
+    for mine, other in zip(reward.score(batch), expected.score(batch), strict=True):
+        assert mine.prompt == pytest.approx(other.prompt, abs=1e-5)
+        assert [x for _, x in mine.pairs] == pytest.approx([x for _, x in other.pairs], abs=1e-5)
+
+
 def test_policy_trains_after_reward_passes_and_saves_only_itself(base, adapter, tmp_path):
     built = run(base, adapter, tmp_path / "run")
     built.train()
