@@ -262,6 +262,14 @@ def run(server, output_dir, rows=8, **kwargs):
     )
 
 
+def test_each_turn_of_each_episode_has_a_seed_of_its_own(server, tmp_path):
+    """Else a policy that repeats itself would draw the same tokens again."""
+    built = run(server, tmp_path)
+    built.evaluate(built.train_dataset)
+    seeds = [body["seed"] for path, body, _ in server.asked if path == "/v1/completions"]
+    assert len(seeds) > 8 and len(set(seeds)) == len(seeds)
+
+
 def test_server_gets_the_turns_of_others_while_a_tool_runs(server, tmp_path, monkeypatch):
     monkeypatch.setattr(Game, "seconds", 0.6)
     built = run(server, tmp_path)

@@ -13,6 +13,7 @@ from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, llama, tokenizer
 
 from trl_ppo_ext import PPOConfig
 from trl_ppo_ext.episodes import Episode
+from trl_ppo_ext.ppo.rollouts import shaped_rewards
 from trl_ppo_ext.ppo_math import gae
 from trl_ppo_ext.rewards import ClassifierReward, ScoringBatch, read_scores, score_all
 from trl_ppo_ext.rewards import model as reward_model
@@ -156,9 +157,12 @@ def test_ranks_pay_as_one():
         return pay_changes(parts[rank], all_sum=all_sum)
 
     with ThreadPoolExecutor(2) as pool:
-        both = torch.cat([changes.tokens for changes in pool.map(on_rank, range(2))])
-    whole = pay_changes(prefixes).tokens
-    assert both.flatten().tolist() == pytest.approx(whole.flatten().tolist(), abs=1e-5)
+        own, other = pool.map(on_rank, range(2))
+    whole = pay_changes(prefixes)
+    both = torch.cat([own.tokens, other.tokens])
+    assert both.flatten().tolist() == pytest.approx(whole.tokens.flatten().tolist(), abs=1e-5)
+    for sums in (own.foresight, other.foresight):
+        assert sums.to_json() == pytest.approx(whole.foresight.to_json())
 
 
 # ---- where tokens of the policy end
@@ -195,6 +199,14 @@ def test_other_tokens_end_with_the_same_characters(text):
         # no more than what the policy has written
         assert read.rstrip("\ufffd").removeprefix(prompt).strip() in written.strip() + trimmed[:0]
     assert reader.decode(row[: ends[-1] + 1]).strip() == (prompt + text).strip()
+
+
+def test_last_of_repeated_characters_is_the_completion():
+    own = byte_tokenizer()
+    reader = byte_tokenizer()
+    reader.add_tokens(["wi", "de"])
+    row = reader("wide wide")["input_ids"]
+    assert prefix_ends(row, own("wide")["input_ids"], reader, own) == [2, 2, 3, 3, 4]
 
 
 def test_completion_that_a_template_changes_has_no_places():
@@ -498,6 +510,21 @@ def test_run_by_token_has_the_same_scores_and_learns_elsewhere(tmp_path):
     logged = next(row for row in history if "reward" in row)
     assert logged["rewards/model/foreseen"] == pytest.approx(float(foresight.share))
     assert logged["reward"] == pytest.approx(logged["rewards/model/mean"], abs=1e-4)
+
+
+def test_tokens_are_paid_and_the_objective_is_the_score(tmp_path):
+    """What no token earned is paid to none, and the run still reports the score."""
+    model = saved_classifier(tmp_path / "model")
+    settings = {"reward_quantization": "none", "max_steps": 4, "kl_coef": 0.0}
+    run = trainer(tmp_path / "run", reward_funcs=model, logging_steps=4, **settings)
+    rollouts = rollouts_of(run)
+    run.train()
+    samples = rollouts[0][1]
+    assert samples.scored.unpaid.abs().max() > 0.01
+    rewards, _ = shaped_rewards(run.components, samples, run.run_state)
+    torch.testing.assert_close(rewards, samples.scored.tokens)
+    logged = next(row for row in run.state.log_history if "reward" in row)
+    assert logged["objective"] == pytest.approx(logged["reward"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
