@@ -70,7 +70,8 @@ class Trend:
         # of noise, 1 % are
         is_ordered = abs(order) > min(0.94, 2.5 / math.sqrt(max(len(values) - 1, 1)))
         # more than noise, and enough to matter
-        least = max(0 if is_ordered else 4 * self.error, 0.02 * self.scale)
+        is_clear = is_ordered or self._has_settled(enough)
+        least = max(0 if is_clear else 4 * self.error, 0.02 * self.scale)
         self.rises = enough and self.end - self.start > least
         self.falls = enough and self.start - self.end > least
         self.collapses = self.falls and self.end <= 0.3 * self.start
@@ -78,6 +79,16 @@ class Trend:
         # down, after this step
         has_turned = enough and top - self.end > least
         self.turns = int(self.smooth.idxmax()) if has_turned else None
+
+    def _has_settled(self, enough: bool) -> bool:
+        """True if all but the first points agree on a level that is far from the start: the
+        noise of few points contains the way there."""
+        later = self.values.iloc[max(len(self.values) // 4, 1) :]
+        if not enough:
+            return False
+        # of noise, 1 % are: few points underestimate their spread
+        bound = 4 * (1 + 3 / (len(later) - 1)) * math.sqrt(1 + 1 / len(later))
+        return abs(later.mean() - self.start) > bound * later.std()
 
     def first(self, above: float = math.inf, below: float = -math.inf) -> int | None:
         """First step at which the smoothed curve is above or below a level."""
@@ -103,6 +114,8 @@ class Curves:
         # often won in one way
         self.names = list(run.curves)
         self.has_turns = "episodes/turns" in run.curves
+        # a baseline that weighs the critic's values by what they explain
+        self.is_weighed = "value/weight_of_critic" in run.curves
         self.of = cache(lambda name: Trend(run.curves.get(name)))
         self.reward, self.kl, self.spread = map(
             self.of, ("reward", "kl_per_completion", "reward_std")
@@ -113,6 +126,10 @@ class Curves:
         self.falls = self.is_long and (self.reward.falls or self.reward.turns is not None)
         self.all_equal = self.spread.end <= 1e-6 * max(self.reward.scale, 1.0)
         self.narrows = self.spread.end <= 0.5 * widest  # there is less and less to learn
+        # also with too few logs for a trend
+        self.has_gained = (
+            self.rises or self.reward.end - self.reward.start > 0.1 * self.reward.scale
+        )
         self.is_solved = self.rises and (self.all_equal or self.spread.end <= 0.1 * widest)
 
     def hacks(self, monitor: Trend) -> bool:
@@ -146,6 +163,46 @@ class Curves:
         largest = self.of("approx_kl").values.max()
         return not (abs(self.kl.end) >= 0.05 or largest >= 5e-3 or entropy.rises or entropy.falls)
 
+    def is_unconfirmed(self, evaluated: Trend) -> bool:
+        """True if the reward has risen since the first evaluation, and evaluations by less than
+        a quarter of that."""
+        x = self.reward
+        if not self.rises or len(evaluated.values) < FEWEST:
+            return False
+        gain = x.end - x.smooth.asof(evaluated.values.index[0])
+        # one evaluation, or one rollout, may be off
+        is_clear = gain > max(3 * x.error, 3 * evaluated.error, 0.1 * x.scale)
+        return is_clear and evaluated.end - evaluated.start < 0.25 * gain
+
+    def has_fixed_length(self, truncated: Trend) -> bool:
+        """True if nearly all completions have the full length from the start, and the reward
+        rises: then a fixed length may be meant."""
+        return self.rises and truncated.start >= 0.95 and truncated.smooth.min() >= 0.9
+
+    def of_critic(self) -> str | None:
+        """Sentence on the critic's use; `None` without a critic, or before enough logs."""
+        explained = self.of("value/explained_variance_without_clock").recent
+        if math.isnan(explained):
+            explained = self.of("value/explained_variance").recent
+        if math.isnan(explained):
+            return None
+        share = f"{100 * max(explained, 0.0):.0f} %"
+        if explained >= 0.3:
+            return f"The critic explains {share} of what differs between returns."
+        if explained >= 0.05:
+            return (
+                f"The critic explains {share} of what differs between returns, so advantages are "
+                "a little less noisy than without it."
+            )
+        if self.is_weighed:
+            return (
+                f"The critic explains {share} of what differs between returns, hardly more than a "
+                "constant. This costs nothing: values that do not fit the returns are not used "
+                "(`value/weight_of_critic`). It is usual if one score comes at the end, or if the "
+                "rewards of tokens cannot be foreseen."
+            )
+        return f"The critic explains {share} of what differs between returns: it does not help."
+
     def outcome(self) -> str:
         """Sentence on the trend of the reward and the KL."""
         x = self.reward
@@ -172,8 +229,13 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
         x.falls and c.rises and len(fnmatch.filter(c.names, "rewards/*/mean")) > 1,
         x.turns,
     ),
-    "cut": lambda x, c: (x.end >= 0.75 and c.all_equal and not c.rises, None),
-    "equal": lambda x, c: (c.all_equal and not c.rises, None),
+    "constant": lambda x, c: (
+        len(fnmatch.filter(c.names, "rewards/*/std")) > 1 and not x.values.any(),
+        None,
+    ),
+    "unconfirmed": lambda x, c: (c.is_unconfirmed(x), None),
+    "cut": lambda x, c: (x.end >= 0.75 and c.all_equal and not c.has_gained, None),
+    "equal": lambda x, c: (c.all_equal and not c.has_gained, None),
     "entropy": lambda x, c: (
         x.collapses and not (c.rises and c.narrows),
         x.first(below=0.5 * x.start),
@@ -193,12 +255,16 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
         x.collapses and c.rises and c.narrows and not c.is_solved,
         x.first(below=0.5 * x.start),
     ),
-    "truncated": lambda x, c: (x.start >= 0.25 <= x.end, None),
+    "fixed": lambda x, c: (c.has_fixed_length(x), None),
+    "truncated": lambda x, c: (x.start >= 0.25 <= x.end and not c.has_fixed_length(x), None),
     "repeated": lambda x, c: (
         x.rises and x.end >= x.start + 0.1 and not c.has_turns,
         x.first(above=x.start + 0.05),
     ),
-    "critic": lambda x, c: (-0.5 <= x.recent < 0.1 and not c.narrows, None),
+    "critic": lambda x, c: (
+        -0.5 <= x.recent < 0.1 and not c.narrows and not c.is_weighed,
+        None,
+    ),
     "flat": lambda x, c: (c.is_long and not (c.rises or c.falls), None),
     "slow": lambda x, c: (
         x.end >= max(1, 0.5 * sum(c.of(n).end for n in fnmatch.filter(c.names, "time/*"))),
@@ -209,10 +275,8 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
 TABLE = yaml.safe_load(
     Path(__file__).with_name("templates").joinpath("rules.yaml").read_text(encoding="utf-8")
 )
-RULES = [
-    SimpleNamespace(**{"also": "", "explains": "", "grave": False, "live": False} | row)
-    for row in TABLE
-]
+OPTIONAL = {"also": "", "explains": "", "grave": False, "live": False, "quiet": False}
+RULES = [SimpleNamespace(**OPTIONAL | row) for row in TABLE]
 
 
 class Advice(NamedTuple):
@@ -227,12 +291,13 @@ class Advice(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """A verdict, whose first sentence has the first cause of trouble or else the outcome, and
-    all advice."""
+    """A verdict, whose first sentence has the first cause of trouble or else the outcome, all
+    advice, and a sentence on the critic."""
 
     kind: str  # "good", "problem" or "early"
     verdict: str
     advice: list[Advice]
+    critic: str | None = None
 
 
 def judge(run: Run) -> Judgement:
@@ -275,18 +340,25 @@ def judge(run: Run) -> Judgement:
                 next((x.consequences for x in causes), advice).append(item)
 
     # 2. The verdict
+    kind, verdict = _verdict(run, curves, advice, may_be_flat="flat" in silent)
+    return Judgement(kind, verdict, advice, curves.of_critic())
+
+
+def _verdict(run: Run, curves: Curves, advice: list[Advice], may_be_flat: bool) -> tuple[str, str]:
+    """Kind and sentence of a judgement."""
     problems = [x.rule.cause for x in advice if x.is_problem]
     outcome = curves.outcome()
     if problems:
-        return Judgement("problem", f"{problems[0]}. {outcome}.", advice)
-    if not curves.rises and not ("flat" in silent and curves.is_long):
+        return "problem", f"{problems[0]}. {outcome}."
+    if not curves.rises and not (may_be_flat and curves.is_long):
         logs = len(run.curves.get("reward", ()))
         few = (
             f"{run.rollouts} of at least {FEWEST_FLAT} rollouts, {logs} of at least {FEWEST_TREND} "
             "logs"
         )
-        return Judgement("early", f"Too early to judge: {few}.", advice)
-    notes = " and ".join(x.rule.cause[0].lower() + x.rule.cause[1:] for x in advice)
+        return "early", f"Too early to judge: {few}."
+    causes = [x.rule.cause for x in advice if not x.rule.quiet]
+    notes = " and ".join(cause[0].lower() + cause[1:] for cause in causes)
     if curves.is_solved:
         outcome = f"Solved: the{outcome[3:]}"
-    return Judgement("good", f"{outcome}, but {notes}." if notes else f"{outcome}.", advice)
+    return "good", f"{outcome}, but {notes}." if notes else f"{outcome}."
