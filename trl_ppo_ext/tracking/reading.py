@@ -36,6 +36,8 @@ class Run:
     resumed_at: list[int]
     written: float  # time of the last entry, in seconds since 1970
     seconds: float  # of training, without repeated steps
+    has_ended: bool = False  # not still running, nor killed
+    best_step: int | None = None  # of the checkpoint whose weights it ended with
 
     @property
     def last_step(self) -> int:
@@ -89,6 +91,7 @@ def read_run(directory: str | os.PathLike) -> Run:
         )
 
     # 2. Curves and completions
+    last = entries[entries.index(starts[-1]) :]
     sheets = {(x["step"], x["mode"]): x["rows"] for x in entries if x["kind"] == "completions"}
     return Run(
         name=os.path.basename(os.path.abspath(directory)),
@@ -104,4 +107,6 @@ def read_run(directory: str | os.PathLike) -> Run:
             for entry, later in pairwise(entries)
             if later["kind"] != "run"
         ),
+        has_ended=any(x["kind"] == "end" for x in last),
+        best_step=next((x["step"] for x in last if x["kind"] == "best"), None),
     )

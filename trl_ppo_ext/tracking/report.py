@@ -19,7 +19,7 @@ from pandas import Series
 
 from ..redaction import shortened
 from .advice import judge, number
-from .reading import CREDIT, RUN_LOG, read_run, smooth
+from .reading import CREDIT, RUN_LOG, Sheet, read_run, smooth
 
 try:
     from bokeh.embed import json_item
@@ -52,6 +52,8 @@ NOT_DRAWN = re.compile(
 )
 FEW_POINTS = 30  # up to here, a curve is drawn with a mark at each point and without smoothing
 MOST_SHEETS = 12  # of up to 60, so that the page stays small
+MOST_PAIRS = 4  # of completions before and after
+GRAY = "#7d828c"  # of text in plots, legible on light and on dark pages
 # the palette of Okabe and Ito, which color-blind readers can tell apart
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#555555")
 
@@ -96,6 +98,15 @@ def _draw(panel: Panel, curves: dict[str, Series]) -> dict[str, Any] | None:
     plot.toolbar.autohide = True
     plot.toolbar.logo = None
     plot.min_border_right = 12
+    for part in ("background_fill_color", "border_fill_color", "outline_line_color"):
+        setattr(plot, part, None)  # the page's
+    plot.axis.axis_label_text_color = GRAY
+    plot.axis.major_label_text_color = GRAY
+    plot.axis.axis_line_color = GRAY
+    plot.axis.major_tick_line_color = GRAY
+    plot.axis.minor_tick_line_color = None
+    plot.grid.grid_line_color = GRAY
+    plot.grid.grid_line_alpha = 0.2
     height = max(curves[name].abs().max() for name in selected)
     # of a plot whose curves are one constant
     plot.y_range = DataRange1d(default_span=height or 1.0)
@@ -147,6 +158,31 @@ def draw_all(curves: dict[str, Series]) -> dict[str, list[dict[str, Any]]]:
     return {section: list(filter(None, drawn)) for section, drawn in plots.items() if any(drawn)}
 
 
+class Shown(NamedTuple):
+    """A completion of a step."""
+
+    step: int
+    row: dict[str, Any]
+
+
+def before_and_after(sheets: list[Sheet]) -> list[tuple[Shown, Shown]]:
+    """Completions of the same prompts in the first and the last sheet, of an evaluation if there
+    are two."""
+    modes = sorted({sheet.mode for sheet in sheets}, key=lambda mode: (mode == "train", mode))
+    for mode in modes:
+        first, *_, last = [sheet for sheet in sheets if sheet.mode == mode] * 2
+        rows = {row["prompt"]: Shown(first.step, row) for row in first.rows}
+        pairs = [
+            (rows[row["prompt"]], Shown(last.step, row))
+            for row in last.rows
+            if row["prompt"] in rows
+        ]
+        if pairs and first.step < last.step:
+            unique = {before.row["prompt"]: (before, after) for before, after in pairs}
+            return list(unique.values())[:MOST_PAIRS]
+    return []
+
+
 def write_report(directory: str | os.PathLike, output: str | os.PathLike) -> Path:
     """Write the report of a run; raise a `ValueError` for a log that is damaged, or of another
     program."""
@@ -195,6 +231,7 @@ def _page(directory: str | os.PathLike) -> str:
         run=run,
         judgement=judge(run),
         sections=draw_all(run.curves),
+        pairs=before_and_after(run.sheets),
         sheets=[run.sheets[place] for place in places],
         credit=CREDIT,
         bokeh=map(Markup, Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw),

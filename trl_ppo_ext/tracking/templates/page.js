@@ -1,6 +1,6 @@
 "use strict";
 
-// Each plot is drawn when it scrolls into view.
+// A plot is drawn when it scrolls into view, or when the browser has nothing else to do: a print has them all.
 const plots = [...document.querySelectorAll("[data-plot]")];
 const draw = async (box) => {
   if (box.dataset.state) return;
@@ -21,6 +21,14 @@ plots.forEach((box, index) => {
   observer.observe(box);
 });
 addEventListener("beforeprint", () => plots.forEach(draw));
+const idle = window.requestIdleCallback || ((task) => setTimeout(task, 100));
+const drawNext = async () => {
+  const box = plots.find((plot) => !plot.dataset.state);
+  if (!box) return;
+  await draw(box);
+  idle(drawNext);
+};
+idle(drawNext);
 
 // Search and sort the completions.
 const search = document.getElementById("search");
