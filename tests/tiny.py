@@ -188,6 +188,7 @@ def run_with_a_card(args, base_model, adapter, rewards, history, peft_config):
     config = LlamaConfig(name_or_path=base_model)
     policy = SimpleNamespace(peft_config={"policy": peft_config}, get_base_model=llama)
     return SimpleNamespace(
+        best_step=None,
         args=args,
         actor_critic=SimpleNamespace(
             config=config, policy=policy, policy_adapter="policy", reference_adapter=None

@@ -225,6 +225,8 @@ class PPOTrainer(Trainer):
             warn_of_missing_names()
         files.check_target(args.output_dir, model_id)
         files.check_links(args.output_dir)
+        if train_dataset is not None or environments.kinds:
+            resume.warn_of_earlier_run(args)
         if args.push_to_hub:
             is_main = args.process_index == 0
             distributed.on_every_rank(
@@ -356,6 +358,11 @@ class PPOTrainer(Trainer):
             self.run_state = self.run_state._replace(critic=critic)
             self._install_critic()
 
+    def _tell(self, text: str) -> None:
+        """Print a line on the main process, unless a script has removed the terminal's lines."""
+        if self.terminal in self.callback_handler.callbacks:
+            self.terminal.tell(text)
+
     def _add_callbacks(self, model_id: str) -> None:
         """Add the run's log, its lines in the terminal, and what is done after every step."""
         monitors = [monitor.name for monitor in self.components.monitors]
@@ -382,6 +389,7 @@ class PPOTrainer(Trainer):
 
         # 2. of a training
         self._begun = False
+        self.best_step: int | None = None  # of the checkpoint that a training ended with
         self._save_is_due = True
         self.signals = resume.StopSignals()
         self.preempted = False
@@ -660,7 +668,7 @@ class PPOTrainer(Trainer):
             kwargs["batch_size"] = (
                 math.ceil(count / math.ceil(count / self.args.eval_batch_size)) if count else 1
             )
-            return super()._get_dataloader(dataset, description, **kwargs)
+            return _unpinned(super()._get_dataloader(dataset, description, **kwargs))
 
         def steps() -> tuple[int, int]:
             step = self.state.global_step
@@ -691,9 +699,8 @@ class PPOTrainer(Trainer):
             len(numbers), self.plan, shuffles, self.args.prompt_seed, steps
         )
         kwargs |= {"batch_size": self.plan.completions_per_process, "sampler_fn": lambda _: sampler}
-        return super()._get_dataloader(
-            cast(Dataset, numbers), description, is_training=True, **kwargs
-        )
+        rows = cast(Dataset, numbers)
+        return _unpinned(super()._get_dataloader(rows, description, is_training=True, **kwargs))
 
     # ---- evaluation and logging ----
 
@@ -755,20 +762,23 @@ class PPOTrainer(Trainer):
                 logs["tokens_per_second"] = self._tokens_since_log / (now - self._last_log)
                 self._tokens_since_log = 0
                 self._last_log = now
-        super().log(logs, start_time)
         # of any `metric_key_prefix`
         if logs.keys().isdisjoint(("loss", "train_loss")):
             mode = "eval"
         else:
             mode = "train"
         samples = self._samples.pop(mode, None)
+        step = self.state.global_step
+        table = None
+        if samples is not None and self.args.log_completions and self.accelerator.is_main_process:
+            table = completions_table(samples, self.run_log.rewards, self.run_log.monitors, step)
+            # above the line of metrics, which would scroll away
+            print_completions(table, step, self.args.num_completions_to_print)
+        super().log(logs, start_time)
         if samples is None or not self.accelerator.is_main_process:
             return
         self.run_log.completions(samples, self.state, mode)
-        if self.args.log_completions:
-            step = self.state.global_step
-            table = completions_table(samples, self.run_log.rewards, self.run_log.monitors, step)
-            print_completions(table, step, self.args.num_completions_to_print)
+        if table is not None:
             prefix = f"{self._evaluated}_" if mode == "eval" else ""
             save_completions(table, cast(str, self.args.output_dir), step, prefix)
             if mode == "eval":
@@ -814,9 +824,11 @@ class PPOTrainer(Trainer):
             if self.accelerator.num_processes > 1:
                 # otherwise a rank that exits may abort the others, and change their exit code
                 self.end()
-            raise (resume.Interrupted if self.signals.received == signal.SIGINT else SystemExit)(
-                resume.PREEMPTED
-            )
+            message = resume.how_to_continue(self.args.output_dir, self.state.global_step)
+            self._tell(message)
+            if self.signals.received == signal.SIGINT:
+                raise resume.Interrupted(message)
+            raise SystemExit(resume.PREEMPTED)
         if self.signals.received is not None:  # after the last step, when no step could handle it
             signal.raise_signal(self.signals.received)
         return output
@@ -824,6 +836,7 @@ class PPOTrainer(Trainer):
     def _forget_last_training(self) -> None:
         """Begin with nothing of an earlier `train()` but the weights and the run state."""
         self.preempted = False
+        self.best_step = None
         self._resumed = None
         self._last_complete = None
         self._change = files.SettingsChange({}, set())
@@ -900,13 +913,16 @@ class PPOTrainer(Trainer):
         by new ones."""
 
     def _load_best_model(self) -> None:
-        files.load_actor_critic_weights(
-            self.actor_critic, cast(str, self.state.best_model_checkpoint)
-        )
+        best = cast(str, self.state.best_model_checkpoint)
+        files.load_actor_critic_weights(self.actor_critic, best)
         if self.actor_critic.value_head is not None:
             critic = self.actor_critic.value_head.saved_state
             self.run_state = self.run_state._replace(critic=critic)
             self._install_critic()
+        self.best_step = int(Path(best).name.rpartition("-")[2])
+        metric = f"{self.args.metric_for_best_model} {self.state.best_metric:.4g}"
+        self.run_log.best_is_loaded(self.best_step, metric)
+        self._tell(f"loaded the best checkpoint, of step {self.best_step} ({metric})")
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         """Log, evaluate and save; then keep what the next optimizer step changes before it is
@@ -1087,6 +1103,13 @@ class PPOTrainer(Trainer):
             )
 
     push_to_hub = hub.push_run
+
+
+def _unpinned(loader: DataLoader) -> DataLoader:
+    """The loader without pinned memory: batches have no tensors, and torch warns of it in each
+    epoch where there is no GPU."""
+    loader.pin_memory = False
+    return loader
 
 
 class _StepCallback(TrainerCallback):

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from runs_of_tiny import trainer
-from tiny import prompts
+from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.files import CheckpointError
 from trl_ppo_ext.checkpoints.resume import EARLIER
@@ -123,6 +124,16 @@ def test_new_run_beside_earlier_checkpoints_is_refused(finished):
     assert again.state.global_step == 0 and before == {
         path: path.stat().st_mtime for path in before
     }
+
+
+def test_earlier_run_is_named_before_anything_is_loaded(finished, caplog):
+    unreadable = config(finished, max_prompt_length=1)  # fails before models are loaded
+    with pytest.raises(ValueError):
+        PPOTrainer(llama(), length_reward, unreadable, prompts(), processing_class=tokenizer())
+    assert "has checkpoint-2 of an earlier run: `train(resume_from_checkpoint=True)`" in caplog.text
+    caplog.clear()
+    trainer(finished, **SAVING, resume_from_checkpoint="true")
+    assert "earlier run" not in caplog.text
 
 
 def test_resume_from_elsewhere_beside_checkpoints_raises(finished, copy):

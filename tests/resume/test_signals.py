@@ -197,11 +197,15 @@ def test_signal_chooses_no_other_best_checkpoint(tmp_path):
     assert run("asked", True, **settings) == expected
 
 
-def test_ctrl_c_can_be_caught_by_a_script(tmp_path):
+def test_ctrl_c_can_be_caught_by_a_script(tmp_path, capsys):
     built = trainer(tmp_path, callbacks=[Asks(0, signal.SIGINT)], max_steps=2)
     with pytest.raises(KeyboardInterrupt) as left:
         built.train()
     assert left.value.code == PREEMPTED and checkpoints(tmp_path)[0].name == "checkpoint-1"
+    # a notebook shows it as the last line
+    saved = f"saved {tmp_path}/checkpoint-1; continue with `trainer.train(resume_from_checkpoint"
+    assert str(left.value).startswith(saved)
+    assert f"\n{saved}" in capsys.readouterr().out
 
 
 class AsksAtTheEnd(Asks):

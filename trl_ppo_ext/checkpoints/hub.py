@@ -84,9 +84,20 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
     names = [name for field in fields for name in as_list(metadata.pop(field, None))]
     datasets = [name for name in dict.fromkeys(names) if name and _is_hub_id(name)]
 
-    # 2. metrics of training and of each evaluation set, as they were logged last
+    # 2. metrics of training and of each evaluation set, as they were logged last before the
+    # weights of the adapter, which may be those of the best checkpoint
+    state = trainer.state
+    step = trainer.best_step or state.global_step
+    history = [entry for entry in state.log_history if entry.get("step", 0) <= step]
     # not NaN
-    logged = {name: x for entry in trainer.state.log_history for name, x in entry.items() if x == x}
+    logged = {name: x for entry in history for name, x in entry.items() if x == x}
+    if trainer.best_step is None:
+        when = f"at the end of training (step {step})"
+    else:
+        when = (
+            f"of the best checkpoint (step {step} of {state.global_step}, by "
+            f"`{trainer.args.metric_for_best_model}`), whose weights these are"
+        )
     if isinstance(trainer.eval_dataset, dict):
         sets = trainer.eval_dataset
     else:
@@ -132,7 +143,7 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
         critic=settings["critic"],
         settings={name: _text(value) for name, value in table.items() if value is not None},
         metrics={_one_line(name): f"{logged[name]:.4g}" for name in metrics},
-        step=trainer.state.global_step,
+        when=when,
         versions=", ".join(
             f"{name} {number}" for name, number in package_versions(PACKAGES).items()
         ),

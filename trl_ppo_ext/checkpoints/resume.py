@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..arguments import as_list
@@ -52,7 +53,55 @@ READ_ERRORS = (CheckpointError,) + WRITE_ERRORS
 
 class Interrupted(SystemExit, KeyboardInterrupt):
     """Ctrl-C after its checkpoint is saved: a script can catch `KeyboardInterrupt`, and others
-    exit with a code."""
+    exit with a code. A notebook shows the message."""
+
+    def __init__(self, message: str):
+        super().__init__(PREEMPTED)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def how_to_continue(output_dir: str | None, step: int) -> str:
+    """Sentence on a run that was stopped by a signal after this optimizer step."""
+    checkpoint = Path(cast(str, output_dir), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+    if not checkpoint.is_dir():  # with NaN none is saved
+        return f"stopped after step {step}, which no checkpoint holds"
+    return (
+        f"saved {checkpoint}; continue with `trainer.train(resume_from_checkpoint=True)` or "
+        "`trl-ppo train --resume_from_checkpoint true`"
+    )
+
+
+def earlier_run(output_dir: str) -> Path | None:
+    """The newest checkpoint of a run of this package in a directory."""
+    return next((path for path in checkpoints(output_dir) if (path / MANIFEST).exists()), None)
+
+
+def check_earlier_run(output_dir: str) -> None:
+    """Raise [`CheckpointError`] if a new run would mix its checkpoints with those of another."""
+    found = earlier_run(output_dir)  # others are of another trainer
+    if found is not None:
+        raise CheckpointError(
+            f"`output_dir` must have no checkpoints of an earlier run, got {found.name} in "
+            f"`{output_dir}`; use another directory, `resume_from_checkpoint=True` to continue "
+            "that run, or `resume_from_checkpoint=False` to begin anew and move them aside."
+        )
+
+
+def warn_of_earlier_run(args: PPOConfig) -> None:
+    """Name an earlier run in `output_dir` before anything is loaded: `train` may be told to
+    continue it, and otherwise raises an error."""
+    found = earlier_run(cast(str, args.output_dir))
+    if found is None or args.resume_from_checkpoint is not None or args.process_index:
+        return
+    logger.warning(
+        "`%s` has %s of an earlier run: `train(resume_from_checkpoint=True)` continues it, `False` "
+        "begins anew and moves it aside, and `train()` raises an error.",
+        args.output_dir,
+        found.name,
+    )
 
 
 class StopSignals:
@@ -154,14 +203,8 @@ def prepare_directory(
                 earlier = earlier[: names.index(name)]
             else:
                 earlier = []
-        # others are of another trainer
-        elif not begin_anew and any((path / MANIFEST).exists() for path in earlier):
-            raise CheckpointError(
-                f"`output_dir` must have no checkpoints of an earlier run, got {earlier[0].name} "
-                f"in `{output_dir}`; use another directory, `resume_from_checkpoint=True` to "
-                "continue that run, or `resume_from_checkpoint=False` to begin anew and move them "
-                "aside."
-            )
+        elif not begin_anew:
+            check_earlier_run(output_dir)
         if earlier:
             aside = Path(output_dir, f"{EARLIER}{time.strftime('%Y%m%d-%H%M%S')}")
             aside.mkdir()

@@ -15,6 +15,7 @@ from transformers.hf_argparser import HfArg
 from ..arguments import read_prompts, settle_trainer_arguments, tokenizer_name
 from ..checkpoints.atomic import checkpoints
 from ..checkpoints.files import CheckpointError, check_links, check_target
+from ..checkpoints.resume import check_earlier_run
 from ..config import PPOConfig
 from ..data import PROMPT_IDS, prompt_limit
 from ..episodes import Environments
@@ -58,6 +59,8 @@ def main(argv: Sequence[str]) -> None:
     if cast(TrainScriptArguments, script).dry_run:
         dry_run(script, args, model)
         return
+    if args.resume_from_checkpoint is None:
+        check_earlier_run(str(args.output_dir))  # before anything is loaded
     trainer = build_trainer(script, args, model, load_datasets(script))
     try:
         trainer.train()
@@ -109,6 +112,8 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     check_trackers(args.report_to)
     check_target(str(args.output_dir), name)
     check_links(str(args.output_dir))
+    if args.resume_from_checkpoint is None:
+        check_earlier_run(str(args.output_dir))
     start = args.critic_init
     if start is not None:
         read_critic(start, args.critic, name, args.reward_label, args.gamma)

@@ -9,6 +9,7 @@ from pandas import DataFrame
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from tqdm.auto import tqdm
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
@@ -154,7 +155,8 @@ def print_completions(completions: DataFrame, step: int, rows: int | None) -> No
         table.add_column(cell(name), style=style)
     for row in completions[:rows].to_numpy().tolist():
         table.add_row(*map(cell, row[1:]))
-    console.print(table)
+    with tqdm.external_write_mode():  # no progress bar within the table
+        console.print(table)
 
 
 def save_completions(completions: DataFrame, output_dir: str, step: int, prefix: str) -> None:

@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, fields
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 import torch
+from accelerate.state import PartialState
 from tqdm.auto import tqdm
 from transformers import (
     PrinterCallback,
@@ -142,6 +144,16 @@ class RunLog(TrainerCallback):
         )
         self._evaluated = next(prefixes, "eval")
 
+    def on_train_end(
+        self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
+        """Log the end: a run without it is still running, or was killed."""
+        self._append("end", state)
+
+    def best_is_loaded(self, step: int, reason: str) -> None:
+        """Log the step of the checkpoint whose weights the run ends with."""
+        self._append("best", TrainerState(global_step=step), reason=reason)
+
     def completions(self, samples: Samples, state: TrainerState, mode: str) -> None:
         """Log some completions with their scores, at most every sixtieth of the run."""
         step = state.global_step
@@ -198,6 +210,15 @@ class RunLog(TrainerCallback):
             self._warned = True
 
 
+def _parts_of_reward(logs: dict[str, float], prefix: str) -> list[str]:
+    """Means of several rewards, e.g. `(format 0, judge 0.51)`."""
+    pattern = re.compile(rf"{re.escape(prefix)}rewards/(.+)/mean")
+    names = {name: match[1] for name in logs if (match := pattern.fullmatch(name))}
+    if len(names) < 2:
+        return []
+    return [f"({', '.join(f'{label} {number(logs[name])}' for name, label in names.items())})"]
+
+
 class Terminal(ProgressCallback, PrinterCallback):
     """Prints the plan, a line per log, and grave problems; both callbacks of transformers print
     every metric."""
@@ -206,6 +227,7 @@ class Terminal(ProgressCallback, PrinterCallback):
         super().__init__()
         self.plan = plan
         self.disable_tqdm = disable_tqdm
+        self._pace: float | None = None  # seconds per optimizer step, once a rollout is learned
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the plan, and begin the progress bar at the step that the run resumes from."""
@@ -213,6 +235,8 @@ class Terminal(ProgressCallback, PrinterCallback):
         # names of rules, and number of logs
         self._warned = set[str]()
         self._judged = 0
+        self._began = (time.monotonic(), state.global_step)
+        self._pace = None
         if state.is_world_process_zero:
             tqdm.write(self.plan.summary(state.max_steps, state.num_train_epochs))
             self.training_bar = tqdm(
@@ -221,6 +245,19 @@ class Terminal(ProgressCallback, PrinterCallback):
                 disable=self.disable_tqdm,
                 dynamic_ncols=True,
             )
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Advance the progress bar; measure the pace after whole rollouts, whose steps differ."""
+        super().on_step_end(args, state, control, **kwargs)
+        began, first_step = self._began
+        steps = state.global_step - first_step
+        if steps and state.global_step % self.plan.optimizer_steps == 0:
+            self._pace = (time.monotonic() - began) / steps
+
+    def tell(self, text: str) -> None:
+        """Print a line above the progress bar, on the main process."""
+        if PartialState().is_main_process:
+            tqdm.write(text)
 
     def on_prediction_step(self, *positional: Any, **kwargs: Any) -> None:
         """Advance the progress bar of an evaluation."""
@@ -245,6 +282,10 @@ class Terminal(ProgressCallback, PrinterCallback):
         shown = shown or {name: logs[name] for name in ("loss", "grad_norm") if name in logs}
         place = f"step {state.global_step:{len(str(state.max_steps))}}/{state.max_steps}"
         cells = [f"{label} {number(value)}" for label, value in shown.items()]
+        cells[1:1] = _parts_of_reward(logs, prefix)
+        if self._pace is not None and not prefix and state.global_step < state.max_steps:
+            seconds = self._pace * (state.max_steps - state.global_step)
+            cells.append(f"{timedelta(seconds=round(seconds))} left")
         tqdm.write("  ".join([place, *filter(None, [prefix.strip("_")]), *cells]))
         # all of a long run would take time
         if "reward" not in logs or len(state.log_history) <= 1.1 * self._judged:
@@ -259,8 +300,10 @@ class Terminal(ProgressCallback, PrinterCallback):
     def on_train_end(
         self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
-        """End the progress bar, and name the command of the report, if the run has a log."""
+        """End the progress bar; print where the run stopped, and the command of its report."""
         super().on_train_end(args, state, control, **kwargs)
         directory = cast(str, args.output_dir)
+        if state.global_step < state.max_steps:
+            self.tell(f"stopped at step {state.global_step} of {state.max_steps}")
         if state.is_world_process_zero and os.path.isfile(os.path.join(directory, RUN_LOG)):
             tqdm.write(f"see `trl-ppo report {shlex.quote(directory)}`")

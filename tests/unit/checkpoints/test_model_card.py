@@ -48,6 +48,38 @@ def test_card_loads_the_policy_exactly_and_names_no_path(run, monkeypatch):
     assert torch.equal(logits(found["model"]), logits(built.actor_critic.policy))
 
 
+def test_card_of_the_best_checkpoint_has_its_metrics(tmp_path):
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "metric_for_best_model": "eval_reward",
+        "load_best_model_at_end": True,
+    }
+    args = config(tmp_path, max_steps=3, **settings)
+    built = PPOTrainer(
+        llama(), length_reward, args, prompts(), prompts(4), processing_class=tokenizer()
+    )
+    scores = {1: 2.0, 2: 3.0, 3: 1.0}
+    loop = built.evaluation_loop
+
+    def second_is_best(*args, **kwargs):
+        output = loop(*args, **kwargs)
+        output.metrics["eval_reward"] = scores[built.state.global_step]
+        return output
+
+    built.evaluation_loop = second_is_best
+    built.train()
+    built.save_model()
+    card = (tmp_path / "README.md").read_text()
+    assert "Metrics of the best checkpoint (step 2 of 3, by `eval_reward`)" in card
+    assert "| `eval_reward` | 3 |" in card
+    # a checkpoint's card is of its own step
+    card = (tmp_path / "checkpoint-3" / "README.md").read_text()
+    assert "at the end of training (step 3)" in card and "| `eval_reward` | 1 |" in card
+
+
 def test_card_has_metadata_and_the_last_metrics(run):
     """Of training and of evaluation, each as logged last."""
     built, folder, _ = run

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import config, length_reward, llama, prompts, tokenizer
-from transformers import PrinterCallback, TrainerControl, TrainerState
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.batch_plan import BatchPlan
@@ -297,6 +297,63 @@ def test_terminal_warns_once_per_kind_while_it_happens(tmp_path, capsys):
     assert "`kl_per_completion` from 4 to 5" in " ".join(printed) and "(now 0.02)" in " ".join(
         printed
     )
+
+
+def length_half(completion_ids, **kwargs):
+    return [len(ids) / 2 for ids in completion_ids]
+
+
+def test_line_has_the_mean_of_each_of_several_rewards_and_the_time_left(tmp_path, capsys):
+    args = config(tmp_path, max_steps=8, logging_steps=2)
+    rewards = [length_reward, length_half]
+    PPOTrainer(llama(), rewards, args, prompts(), processing_class=tokenizer()).train()
+    printed = capsys.readouterr().out
+    number = r"([\d.]+)"
+    found = re.findall(
+        rf"reward {number}  \(length_reward {number}, length_half {number}\)  KL", printed
+    )
+    assert len(found) == 2  # rollouts of four steps
+    for total, first, second in found:
+        assert float(first) + float(second) == pytest.approx(float(total), rel=5e-3)
+    lines = [line for line in printed.splitlines() if line.startswith("step")]
+    # after a whole rollout, until the last step
+    assert [line.endswith(" left") for line in lines] == [False, False, True, True, False]
+    assert re.search(r"  0:00:0\d left$", lines[-2])
+
+
+def test_terminal_names_an_early_stop_and_the_best_checkpoint(tmp_path, capsys):
+    class StopsAtTwo(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward"}
+    saving = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    built = trainer(tmp_path, **best, **saving)
+    built.add_callback(StopsAtTwo())
+    built.train()
+    step = built.best_step
+    assert step in (1, 2)
+    printed = capsys.readouterr().out.splitlines()
+    (loaded,) = [line for line in printed if line.startswith("loaded")]
+    assert loaded.startswith(f"loaded the best checkpoint, of step {step} (eval_reward ")
+    assert "stopped at step 2 of 4" in printed
+    read = read_run(tmp_path)
+    assert read.has_ended and read.best_step == step
+    entries = lines(tmp_path)
+    assert [entry["kind"] for entry in entries[-2:]] == ["best", "end"]
+
+
+def test_tables_of_completions_are_above_the_line_of_their_step(tmp_path, capsys):
+    run(tmp_path, log_completions=True, num_completions_to_print=1)
+    printed = capsys.readouterr().out
+    assert -1 < printed.index("Step 1") < printed.index("step 1/4")
+
+
+def test_batches_are_not_pinned_and_torch_does_not_warn(tmp_path):
+    built = trainer(tmp_path)
+    built.args.dataloader_pin_memory = True  # the default without `use_cpu`
+    loaders = built.get_train_dataloader(), built.get_eval_dataloader()
+    assert [loader.pin_memory for loader in loaders] == [False, False]
 
 
 def test_first_rollout_is_logged_at_the_first_step(tmp_path):
