@@ -109,8 +109,7 @@ class PPOTrainer(Trainer):
         model (`str`, `PreTrainedModel` or `PeftModel`):
             The base model. A string is loaded in the run's dtype with `model_init_kwargs`. The
             adapter of a `PeftModel` starts the policy, and a frozen copy of it is the reference.
-        reward_funcs (`str`, `PreTrainedModel`, [`RewardAdapter`], [`Judge`], `Callable`, or a list
-        of these):
+        reward_funcs (`str`, `PreTrainedModel`, [`RewardAdapter`], [`Judge`], `Callable` or a list):
             Functions with TRL's signature, sequence classifiers (loaded frozen and quantized if
             given as a string, see `reward_quantization`), adapters on the policy's base, judges,
             and objects with `name` and `score`. Several are summed with `reward_weights`. With
