@@ -1,9 +1,11 @@
-"""MkDocs hooks: repository pages outside docs/, and names in docstrings."""
+"""MkDocs hooks: repository pages outside docs/, names in docstrings, and terms of the search."""
 
+import json
 import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
@@ -60,3 +62,27 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """Render [`name`] of Hugging Face docstrings as code."""
     html = re.sub(r"<code>([^<>]*(?:`|\*optional\*)[^<>]*)</code>", _plain_type, html)
     return re.sub(r"\[<code>~?(?:[\w.]*\.)?(\w+)</code>\]", r"<code>\1</code>", html)
+
+
+def _parts(text: str) -> list[str]:
+    """Words inside the terms of a text: `log(kl_coef=0)` has kl_coef, kl and coef."""
+    parts = []
+    for term in re.split(r"[\s-]+", text):
+        names = re.findall(r"\w+", term)
+        words = re.findall(r"[^\W_]+", term)
+        if len(names) > 1:
+            parts += names
+        if len(words) > len(names):
+            parts += words
+    return parts
+
+
+@event_priority(-100)  # after the search plugin has written its index
+def on_post_build(config: MkDocsConfig) -> None:
+    """Let the search find words inside names of fields and files: it matches whole terms only."""
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    for entry in index["docs"]:
+        # at the end, because results show the beginning
+        entry["text"] = " ".join([entry["text"], *_parts(entry["title"] + " " + entry["text"])])
+    path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")

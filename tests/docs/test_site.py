@@ -1,6 +1,9 @@
 """The site builds without a warning: every page is in it, and every link and anchor resolves."""
 
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 
@@ -38,6 +41,71 @@ def test_reference_shows_docstrings(site):
         and "[`" not in text
         and "*optional*" not in text
     )
+    assert "<code>reward_funcs</code>" in text  # the name of a parameter, not part of a broken line
+
+
+# what readers look for: the page that answers it
+SEARCHES = {
+    "NaN": "resume/",
+    "OOM": "read_a_run/",
+    "reward goes down": "read_a_run/",
+    "KL": "how_it_works/",
+    "length": "set_up/",
+    "vLLM": "generation/",
+    "resume": "resume/",
+    "Qwen3": "models/",
+    "LoRA rank": "set_up/",
+    "learning rate": "read_a_run/",
+    "csv": "recipes/wordle/",
+    "kl_coef": "variants/",
+}
+# as search/worker.js does
+RANKS = """
+const fs = require("fs");
+const [folder, ...queries] = process.argv.slice(1);
+const lunr = require(folder + "/lunr.js");
+const data = JSON.parse(fs.readFileSync(folder + "/search_index.json"));
+lunr.tokenizer.separator = new RegExp(data.config.separator);
+const index = lunr(function () {
+  this.field("title");
+  this.field("text");
+  this.ref("location");
+  data.docs.forEach((entry) => this.add(entry));
+});
+const first = queries.map((query) => index.search(query).slice(0, 5).map((hit) => hit.ref));
+console.log(JSON.stringify(first));
+"""
+
+
+@pytest.fixture(scope="module")
+def search_index(site):
+    return json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+
+
+def test_search_accepts_short_terms(search_index):
+    assert search_index["config"]["min_search_length"] <= 2
+
+
+@pytest.mark.parametrize(("query", "page"), SEARCHES.items())
+def test_search_terms_are_on_their_page(search_index, query, page):
+    texts = [
+        f"{entry['title']} {entry['text']}".lower()
+        for entry in search_index["docs"]
+        if entry["location"].startswith(page)
+    ]
+    terms = [set(re.split(search_index["config"]["separator"], text)) for text in texts]
+    words = {word.lower() for word in query.split()}
+    assert any(words <= {term.strip(".,:;()") for term in page_terms} for page_terms in terms)
+
+
+def test_search_ranks_pages_first(site):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("the search of the site is JavaScript")
+    command = [node, "-e", RANKS, str(site / "search"), *SEARCHES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for (query, page), hits in zip(SEARCHES.items(), json.loads(done.stdout)):
+        assert any(hit.startswith(page) for hit in hits), (query, hits)
 
 
 def test_pages_load_nothing_from_other_hosts(site):
