@@ -59,7 +59,9 @@ def _plain_type(code: re.Match) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Render [`name`] of Hugging Face docstrings as code."""
+    """Render [`name`] of docstrings as code, and mark the tables of fields for site.css."""
+    if page.file.src_uri == "fields.md":
+        html = html.replace("<table>", '<table class="fields">')
     html = re.sub(r"<code>([^<>]*(?:`|\*optional\*)[^<>]*)</code>", _plain_type, html)
     return re.sub(r"\[<code>~?(?:[\w.]*\.)?(\w+)</code>\]", r"<code>\1</code>", html)
 

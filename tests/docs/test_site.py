@@ -108,6 +108,12 @@ def test_search_ranks_pages_first(site):
         assert any(hit.startswith(page) for hit in hits), (query, hits)
 
 
+def test_tables_of_fields_have_a_style_of_their_own(site):
+    text = (site / "fields" / "index.html").read_text(encoding="utf-8")
+    assert '<table class="fields">' in text and "<table>" not in text
+    assert "table.fields" in (site / "site.css").read_text(encoding="utf-8")
+
+
 def test_pages_load_nothing_from_other_hosts(site):
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
