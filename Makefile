@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo duel test test-all test-lowest test-newest test-vllm test-environments lint bench docs clean
+.PHONY: demo duel test test-all test-lowest test-newest test-vllm test-environments release-check lint bench docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python recipes/smollm2/demo.py
@@ -55,6 +55,15 @@ $(VENV)-environments/.test: setup.cfg constraints.txt
 		--editable '.[test,environments]'
 	@touch $@
 
+# the files of a release in dist/, checked, and used from an empty environment (1.5 GB); REPOSITORY=owner/name and
+# REF=v0.1.0 complete the metadata
+release-check:
+	test -x $(VENV)-release/bin/python || $(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	$(VENV)-release/bin/python .github/release/build.py $(if $(REPOSITORY),--repository $(REPOSITORY) --ref $(REF))
+	$(VENV)-release/bin/python -m twine check --strict dist/*
+	$(VENV)-release/bin/python .github/release/check_wheel.py $(VENV)-empty
+
 duel: $(VENV)/.test
 	$(BIN)/python benchmarks/learning/duel.py
 
@@ -78,4 +87,4 @@ $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: setup.cfg constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-vllm $(VENV)-environments runs
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-vllm $(VENV)-environments $(VENV)-release $(VENV)-empty dist runs
