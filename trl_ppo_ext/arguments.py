@@ -169,8 +169,8 @@ def check_callbacks(callbacks: list) -> None:
     names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
     for name in names & {"BEMACallback", "SyncRefModelCallback"}:
         raise ValueError(
-            f"`{name}` copies whole models; remove it (`recipes/averaged_policy.py` averages "
-            "adapters)."
+            f"`{name}` copies whole models; remove it (`recipes/averaged_policy.py` of the "
+            "repository averages adapters)."
         )
 
 

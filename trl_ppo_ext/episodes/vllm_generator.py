@@ -273,7 +273,7 @@ def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
         raise ValueError(
             f"The policy's base is quantized, and vLLM would serve `{base}` unquantized: another "
             "policy (0.25 nats off per token with NF4). Set `vllm_kwargs={'base_model': ...}` "
-            "to weights that `recipes/dequantize.py` wrote, or "
+            "to weights that `recipes/dequantize.py` of the repository wrote, or "
             "`generation_kwargs={'quantization': 'bitsandbytes'}` if vLLM has its plugin."
         )
     if not base:

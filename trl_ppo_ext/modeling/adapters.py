@@ -242,7 +242,7 @@ def read_critic(
     """Read the value head that `critic_init` names, and the critic's adapter if it has one."""
     head_file = find_file(path, VALUE_HEAD)
     if head_file is not None:
-        # 1. a critic of a checkpoint, or of `recipes/pretrain_critic.py`
+        # 1. a critic of a checkpoint, or of `recipes/pretrain_critic.py` of the repository
         head = read_weights(head_file)
         kind = kind_of_critic(head_file)
         if kind not in KINDS:
