@@ -1,9 +1,9 @@
-"""Tiny offline twins of the recipes with tools and environments: a model with random weights learns
-each on a CPU.
+"""Tiny offline twins of the templates with tools and environments: a model with random weights
+learns each on a CPU.
 
 python recipes/offline.py calculator     # or wordle, search
 
-Tools and environments are those of the recipe. A turn is one token: the vocabulary has one for each
+Tools and environments are those of the template. A turn is one token: the vocabulary has one for each
 call, guess and answer of the task, so that random weights use tools, too.
 """
 
@@ -102,8 +102,8 @@ def search(task: Any) -> Twin:
 
 def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
     """Build the trainer of a twin."""
-    # 1. The task, with the prompts of the recipe.
-    sys.path.append(str(Path(__file__).parent / name))
+    # 1. The task, with the prompts of the template.
+    sys.path.append(str(Path(__file__).parent / "templates" / name))
     task = import_module(name)
     twin: Twin = {"calculator": calculator, "wordle": wordle, "search": search}[name](task)
     rows = [row | task.to_prompt(row) for row in twin.rows]

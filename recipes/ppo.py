@@ -1,7 +1,7 @@
 """PPO from a YAML file, on one process or on several: the same as `trl-ppo train`.
 
 accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/ppo.py --config
-recipes/chat_multi_gpu/ppo.yaml
+recipes/templates/chat_multi_gpu/ppo.yaml
 """
 
 import sys

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from trl_ppo_ext.concurrency import started
 from trl_ppo_ext.rewards.http import Judge
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes" / "chat_multi_gpu"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes" / "templates" / "chat_multi_gpu"))
 from remote_reward import RemoteReward
 
 KEY = "sk-test-0123456789abcdef"

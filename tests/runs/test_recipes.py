@@ -1,4 +1,4 @@
-"""Every recipe runs with the settings of its file, on tiny models and datasets with the schema
+"""Every template runs with the settings of its file, on tiny models and datasets with the schema
 of the Hub's."""
 
 import contextlib
@@ -40,10 +40,11 @@ from trl_ppo_ext.commands import train
 from trl_ppo_ext.commands.launch import build_trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+TEMPLATES = RECIPES / "templates"
 ACCELERATE = sorted((RECIPES / "accelerate").glob("*.yaml"))
 PRESETS = sorted((RECIPES.parent / "trl_ppo_ext" / "presets").glob("*.yaml"))
-FILES = sorted(file for file in RECIPES.glob("*/*.yaml") if file not in ACCELERATE)
-IDS = [str(file.relative_to(RECIPES)) for file in FILES]
+FILES = sorted(TEMPLATES.glob("*/*.yaml"))
+IDS = [str(file.relative_to(TEMPLATES)) for file in FILES]
 LONG = 128
 TOKENS = {"vocab_size": 32, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": None}
 SHAPE = {
@@ -219,7 +220,7 @@ def made(monkeypatch):
 @pytest.fixture(autouse=True)
 def corpus(hub, monkeypatch):
     """The corpus of the search recipe."""
-    monkeypatch.syspath_prepend(str(RECIPES / "search"))
+    monkeypatch.syspath_prepend(str(TEMPLATES / "search"))
     monkeypatch.setattr("search.CORPUS", str(hub / "rajpurkar/squad"))
 
 
@@ -278,24 +279,32 @@ def test_recipe_has_a_dry_run(file, hub, tmp_path, made, capsys):
 
 
 def test_tldr_has_the_settings_of_n_plus():
-    given = yaml.safe_load((RECIPES / "tldr" / "ppo.yaml").read_text())
+    given = yaml.safe_load((TEMPLATES / "tldr" / "ppo.yaml").read_text())
     paper = yaml.safe_load((PRESETS[0].parent / "n_plus.yaml").read_text())
     assert {name: given[name] for name in paper} == paper
 
 
-def test_table_marks_recipes_that_have_not_run():
-    rows = re.findall(
-        r"^\| \[\w+\]\((\S+)\) .* \| (\S.*) \|$", (RECIPES / "README.md").read_text(), re.MULTILINE
-    )
-    assert {Path(page).parent.name for page, _ in rows} >= {file.parent.name for file in FILES}
-    for page, mark in rows:
-        assert mark == (
-            "**not run**" if "not measured at full size" in (RECIPES / page).read_text() else "run"
-        ), page
+def test_tables_tell_templates_from_recipes_that_were_run():
+    """A template says first that its full size was never run, and what to check before it is."""
+    page = (RECIPES / "README.md").read_text()
+    links = re.findall(r"^\| \[\w+\]\((\S+)\) ", page, re.MULTILINE)
+    listed = {link.removeprefix("templates/").split("/")[0] for link in links}
+    assert listed == {file.parent.name for file in RECIPES.glob("**/README.md")} - {"recipes"} | {
+        "notebook"
+    }
+    for link in links:
+        text = (RECIPES / link).read_text()
+        second_paragraph = text.split("\n\n")[1:2]
+        is_template = second_paragraph == ["**A template:** its full size was never run."]
+        assert is_template == link.startswith("templates/"), link
+        assert is_template == ("not measured at full size" in text), link
+        if is_template:
+            section = text.split("\n## Check first\n")[1].split("\n## ")[0]
+            assert 3 <= len(re.findall(r"^- ", section, re.MULTILINE)) <= 6, link
 
 
 def test_gsm8k_rewards_parse_answers(monkeypatch):
-    monkeypatch.syspath_prepend(str(RECIPES / "gsm8k"))
+    monkeypatch.syspath_prepend(str(TEMPLATES / "gsm8k"))
     from gsm8k_task import answered, correct, number
 
     assert [
@@ -324,7 +333,7 @@ def test_gsm8k_rewards_parse_answers(monkeypatch):
 
 
 def test_calculator_evaluates_arithmetic_and_nothing_else(monkeypatch):
-    monkeypatch.syspath_prepend(str(RECIPES / "calculator"))
+    monkeypatch.syspath_prepend(str(TEMPLATES / "calculator"))
     from calculator import calculate, correct
 
     expressions = {
@@ -356,7 +365,7 @@ def test_calculator_evaluates_arithmetic_and_nothing_else(monkeypatch):
 
 
 def test_wordle_marks_letters_and_rewards_each_guess(monkeypatch):
-    monkeypatch.syspath_prepend(str(RECIPES / "wordle"))
+    monkeypatch.syspath_prepend(str(TEMPLATES / "wordle"))
     from wordle import Wordle, marks
 
     assert marks("crane", "crane") == "GGGGG"
@@ -371,7 +380,7 @@ def test_wordle_marks_letters_and_rewards_each_guess(monkeypatch):
     game.reset({"secret": "crane"}, seed=0)
     assert [game.step("")[2] for _ in range(6)] == [False] * 5 + [True]
     words = {
-        split: (RECIPES / "wordle" / "words" / f"{split}.csv").read_text().split()[1:]
+        split: (TEMPLATES / "wordle" / "words" / f"{split}.csv").read_text().split()[1:]
         for split in ("train", "test")
     }
     assert all(re.fullmatch("[a-z]{5}", word) for split in words.values() for word in split)
@@ -431,7 +440,7 @@ def test_offline_twin_samples_turns_from_beginning_to_end(name, offline, tmp_pat
 def test_offline_twin_learns_what_its_readme_says(name, offline, tmp_path):
     twin = offline.build(name, str(tmp_path))
     twin.train()
-    text = (RECIPES / name / "README.md").read_text()
+    text = (TEMPLATES / name / "README.md").read_text()
     first, last = map(float, re.search(r"from ([\d.-]+)\s+to ([\d.]+\d)", text).groups())
     rewards = [entry["reward"] for entry in twin.state.log_history if "reward" in entry]
     assert rewards[0] == pytest.approx(first, abs=0.15) and rewards[-1] > last - 0.2
@@ -474,7 +483,7 @@ def test_recipe_for_24_gb_needs_what_its_readme_says(file, shape, tmp_path, caps
     LlamaConfig(**LLAMA_8B, architectures=["LlamaForSequenceClassification"]).save_pretrained(
         tmp_path / "reward"
     )
-    config = RECIPES / f"{file}.yaml"
+    config = TEMPLATES / f"{file}.yaml"
     page = " ".join((config.parent / "README.md").read_text().split())
     stated, prompt_length = re.search(
         r"[Aa]bout (\d+) GiB[^.]* prompts of ([\d,]+) tokens", page
@@ -553,7 +562,7 @@ TWO = ["--num_processes", "2", "--mixed_precision", "no"]
     "name, options", [("cpu_2_processes", []), ("zero2", TWO), ("zero3", TWO), ("fsdp2", TWO)]
 )
 def test_two_processes_launch_as_in_the_readme(hub, tmp_path, name, options):
-    file = RECIPES / "chat_multi_gpu" / "ppo.yaml"
+    file = TEMPLATES / "chat_multi_gpu" / "ppo.yaml"
     _, ours = stand_ins(file, hub, tmp_path / "run", processes=2)
     with contextlib.ExitStack() as stack:
         variables = {}
