@@ -1,4 +1,4 @@
-"""Build the sdist and the wheel of the committed files, and check what is inside.
+"""Build the sdist and the wheel from a copy of the checkout, and check what is inside.
 
 python .github/release/build.py [--repository OWNER/NAME --ref v0.1.0]
 
@@ -7,6 +7,7 @@ long description has relative links, which is enough for checks.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -23,15 +24,10 @@ DATA = """py.typed names.yaml presets/n_plus.yaml tracking/templates/page.html
 tracking/templates/rules.yaml checkpoints/model_card.md.jinja""".split()
 
 
-def copy_of_tracked_files(folder: Path) -> Path:
-    """Copy the files that git tracks, as they are now, so that the checkout stays unchanged."""
-    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
-    source = folder / "source"
-    for name in names.rstrip("\0").split("\0"):
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    return source
+def copy_of_checkout(folder: Path) -> Path:
+    """Copy the files of the repository, so that the checkout stays unchanged."""
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+    return Path(shutil.copytree(ROOT, folder / "source", ignore=ignored))
 
 
 def build(source: Path, output: Path, *options: str) -> None:
@@ -69,7 +65,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         # 1. the sources, and the address that the metadata names
-        source = copy_of_tracked_files(Path(folder))
+        source = copy_of_checkout(Path(folder))
         if options.repository:
             metadata.write(source, options.repository, options.ref or "main")
 
@@ -84,7 +80,7 @@ def main() -> None:
         # 3. checks
         if contents(wheel) != contents(direct):
             sys.exit("The wheel of the sdist and the wheel of the checkout differ.")
-        number = check_wheel(wheel, copy_of_tracked_files(Path(folder) / "clean"))
+        number = check_wheel(wheel, copy_of_checkout(Path(folder) / "clean"))
         with tarfile.open(sdist) as archive:
             roots = {name.split("/")[1] for name in archive.getnames() if "/" in name}
         if roots & {"tests", "benchmarks", "recipes"}:
