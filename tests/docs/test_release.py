@@ -146,3 +146,13 @@ def test_release_workflow_builds_once_and_checks_first():
     others = [job for name, job in workflow["jobs"].items() if name != "build"]
     uses = [step["uses"] for job in others for step in job["steps"] if "uses" in step]
     assert not [name for name in uses if "checkout" in name]
+
+
+def test_classifiers_name_the_versions_of_python_that_are_tested():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    classifiers = parser["metadata"]["classifiers"]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))
+    tested = workflow["jobs"]["wheel"]["strategy"]["matrix"]["python"]
+    assert re.findall(r"Python :: (3\.\d+)$", classifiers, re.MULTILINE) == tested
+    assert parser["options"]["python_requires"] == f">={tested[0]}"
