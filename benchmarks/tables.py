@@ -167,6 +167,7 @@ TABLES = {
     "scaling.json": scaling,
     "statistics.json": statistics_of_today,
     "step.json": step,
+    "step_miniverl.json": step,
     "textworld_games.json": textworld_games.table,
     "told.json": told.table,
 }

@@ -35,6 +35,7 @@ PROGRAMS = {
     "TRL 1.12.0 PPOTrainer": ("trl_ppo.py", [], "trl"),
     "AgileRL 2.58.0 LLMPPO": ("agilerl_ppo.py", ["batch"], "agilerl"),
     "AgileRL 2.58.0, prompt by prompt": ("agilerl_ppo.py", ["each"], "agilerl"),
+    "miniVERL 0.16.0 PPO": ("miniverl_ppo.py", [], "miniverl"),
     "TRL GRPOTrainer (no critic)": ("trl_grpo.py", [], None),
 }
 OURS = "trl_ppo_ext"
@@ -63,7 +64,7 @@ def provided(peer: str, place: Path) -> tuple[str, dict[str, str]]:
     if not place.exists():
         subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
         subprocess.run(
-            [python, *pip[1:], "-r", str(PEERS / "requirements_agilerl.txt")], check=True
+            [python, *pip[1:], "-r", str(PEERS / f"requirements_{peer}.txt")], check=True
         )
     return python, {}
 
