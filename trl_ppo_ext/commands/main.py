@@ -13,16 +13,17 @@ from .. import __version__
 from ..redaction import printable, redacted
 
 COMMANDS = {
+    "chat": "talk to a trained adapter and its base, side by side",
     "estimate": "estimate the memory of a run, and settings that would make it fit",
     "probe": "measure whether a critic pays on a task, before training",
     "report": "write the report of a running or finished run, as one HTML file",
     "train": "train a policy with PPO; --dry_run checks the arguments and stops",
 }
-LAUNCHERS = COMMANDS.keys() - {"report"}  # TRL's parser reads their arguments, and a config file
+LAUNCHERS = COMMANDS.keys() - {"chat", "report"}  # TRL's parser reads their arguments, and a config file
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of the help, and of `report`."""
+    """Build the parser of the help, and of `chat` and `report`."""
     root = argparse.ArgumentParser(prog="trl-ppo", description="PPO for Hugging Face TRL.")
     root.add_argument("--version", action="version", version=f"trl-ppo {__version__}")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -31,7 +32,23 @@ def parser() -> argparse.ArgumentParser:
     subs["report"].add_argument(
         "--output", metavar="FILE", help="file to write (default: report.html in RUN_DIR)"
     )
+    chat = subs["chat"].add_argument
+    chat("run_dir", metavar="RUN_DIR", help="output_dir of a run, or one of its checkpoints")
+    chat("--prompt", action="append", metavar="TEXT", help="answer it and stop; may be repeated")
+    chat("--plain", action="store_true", help="continue texts, without the chat template")
+    chat("--max_new_tokens", type=int, default=256, metavar="N", help="default: 256")
+    chat("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
+    chat("--dtype", default="auto", help="of the base, e.g. float32 (default: as it was saved)")
     return root
+
+
+def write(run_dir: str, output: str | None) -> None:
+    """Write the report of a run."""
+    from ..tracking.reading import REPORT
+    from ..tracking.report import write_report
+
+    path = write_report(run_dir, output or os.path.join(run_dir, REPORT))
+    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,13 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             import_module(f"trl_ppo_ext.commands.{command}").main(argv[1:])
         else:
             options = parser().parse_args(argv)
-            from ..tracking.reading import REPORT
-            from ..tracking.report import write_report
+            if options.command == "chat":
+                from .chat import talk
 
-            path = write_report(
-                options.run_dir, options.output or os.path.join(options.run_dir, REPORT)
-            )
-            print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+                talk(options)
+            else:
+                write(options.run_dir, options.output)
     # wrong arguments, a missing model, a missing extra
     except (ValueError, OSError, ImportError) as error:
         text = "\n- ".join(" ".join(part.split()) for part in str(error).split("\n- "))

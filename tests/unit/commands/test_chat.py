@@ -1,0 +1,81 @@
+"""`trl-ppo chat`: base and adapter answer the same prompts, as plain PEFT has them."""
+
+import io
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import CHAT_TEMPLATE, llama, tokenizer
+from transformers import AutoModelForCausalLM
+
+from trl_ppo_ext.commands import main as cli
+from trl_ppo_ext.commands.chat import Voice, load
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A base, and an adapter on it that changes every answer; both on disk."""
+    folder = tmp_path_factory.mktemp("chat")
+    llama().save_pretrained(folder / "base")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(base, lora).save_pretrained(folder / "run")
+    tokenizer().save_pretrained(folder / "run")
+    return folder
+
+
+def greedy(model, text, tokens=6):
+    ids = tokenizer()(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        for _ in range(tokens):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    return tokenizer().decode(ids[0, -tokens:], skip_special_tokens=True)
+
+
+def voices(adapter, chats, template=None):
+    model, words = load(str(adapter / "run"), "auto")
+    words.chat_template = template
+    words.eos_token_id = model.generation_config.eos_token_id = None
+    return [Voice(model, words, has, chats) for has in (False, True)]
+
+
+def test_base_and_adapter_answer_as_without_this_package(adapter):
+    base, tuned = voices(adapter, chats=False)
+    expected = greedy(AutoModelForCausalLM.from_pretrained(adapter / "base"), "w3 w4")
+    assert base.answer("w3 w4", {"max_new_tokens": 6, "do_sample": False}) == expected
+    answer = tuned.answer("w3 w4", {"max_new_tokens": 6, "do_sample": False})
+    assert answer == greedy(tuned.model, "w3 w4") != expected
+
+
+def test_each_voice_keeps_its_own_conversation(adapter):
+    both = voices(adapter, chats=True, template=CHAT_TEMPLATE)
+    for text in ("w1", "w2"):
+        for voice in both:
+            voice.answer(text, {"max_new_tokens": 4, "do_sample": False})
+    for voice in both:
+        assert [x["role"] for x in voice.messages] == ["user", "assistant"] * 2
+        assert [x["content"] for x in voice.messages[::2]] == ["w1", "w2"]
+    assert both[0].messages[1]["content"] != both[1].messages[1]["content"]
+
+
+def test_prompts_of_the_command_line_are_answered_and_the_command_ends(adapter, capsys):
+    arguments = ["chat", str(adapter / "run"), "--max_new_tokens", "4", "--plain"]
+    assert cli.main([*arguments, "--prompt", "w3", "--prompt", "w5"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("> w3") < printed.index("> w5")
+    assert printed.count("base") == printed.count("adapter") == 2
+
+
+def test_chat_ends_at_an_empty_line_or_the_end_of_the_input(adapter, capsys, monkeypatch):
+    for typed in ("w3\n\nw5\n", "w3\n/new\n"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        assert cli.main(["chat", str(adapter / "run"), "--max_new_tokens", "4"]) == 0
+        printed = capsys.readouterr().out
+        assert "An empty line ends the chat" in printed
+        assert printed.count("adapter") == 1
+
+
+def test_directory_without_an_adapter_names_what_to_pass(tmp_path, capsys):
+    assert cli.main(["chat", str(tmp_path)]) == 2
+    assert "pass the `output_dir` of a run after `trainer.save_model()`" in capsys.readouterr().err

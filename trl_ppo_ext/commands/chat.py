@@ -1,0 +1,112 @@
+"""`trl-ppo chat`: the base and a trained adapter answer the same prompts, side by side."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import AutoPeftModelForCausalLM
+from peft.utils import CONFIG_NAME
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers.utils import logging
+
+from ..redaction import printable
+
+NAMES = ("base", "adapter")
+NEW = "/new"  # forgets the conversation
+HINT = f"An empty line ends the chat, {NEW} begins another one."
+
+
+class Voice:
+    """One of the two that answer, with its own conversation."""
+
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, has_adapter: bool, chats: bool
+    ):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.has_adapter = has_adapter
+        self.chats = chats
+        self.messages = list[dict[str, str]]()
+
+    def answer(self, text: str, sampling: dict[str, Any]) -> str:
+        """Answer a message of the conversation, or continue the text."""
+        if not self.chats:
+            inputs = self.tokenizer(text, return_tensors="pt")
+        else:
+            self.messages.append({"role": "user", "content": text})
+            inputs = self.tokenizer.apply_chat_template(
+                self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        inputs = inputs.to(self.model.device)
+        set_seed(0)  # the same random numbers for both
+        with nullcontext() if self.has_adapter else self.model.disable_adapter():
+            tokens = self.model.generate(**inputs, **sampling)
+        completion = tokens[0, inputs["input_ids"].shape[1] :]
+        answer = self.tokenizer.decode(completion, skip_special_tokens=True)
+        if self.messages:
+            self.messages.append({"role": "assistant", "content": answer})
+        return answer
+
+
+def load(run_dir: str, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Load the adapter of a run on its base, and its tokenizer, with PEFT and transformers only."""
+    if not Path(run_dir, CONFIG_NAME).is_file():
+        raise ValueError(
+            f"`{run_dir}` must have an adapter ({CONFIG_NAME}); pass the `output_dir` of a run "
+            "after `trainer.save_model()`, or one of its checkpoints."
+        )
+    logging.disable_progress_bar()
+    model = AutoPeftModelForCausalLM.from_pretrained(run_dir, dtype=dtype).eval()
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    return model, AutoTokenizer.from_pretrained(run_dir)
+
+
+def lines(console: Console) -> Iterator[str]:
+    """Messages that a person types, until an empty line or the end of the input."""
+    console.print(HINT)
+    while True:
+        try:
+            text = console.input("> ")
+        except EOFError:
+            return
+        if not text.strip():
+            return
+        yield text
+
+
+def side_by_side(answers: list[str]) -> Table:
+    """The two answers, without control characters and markup."""
+    table = Table(*NAMES, expand=True)
+    table.add_row(*(Text(printable(answer)) for answer in answers))
+    return table
+
+
+def talk(options: argparse.Namespace) -> None:
+    """Answer the prompts of the command line, or those that are typed."""
+    model, tokenizer = load(options.run_dir, options.dtype)
+    sampling: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
+    if tokenizer.pad_token_id is None:
+        sampling["pad_token_id"] = tokenizer.eos_token_id
+    if options.temperature > 0:
+        sampling |= {"do_sample": True, "temperature": options.temperature}
+    console = Console(file=sys.stdout)
+    chats = tokenizer.chat_template is not None and not options.plain
+    voices = [Voice(model, tokenizer, name == "adapter", chats) for name in NAMES]
+    for text in options.prompt or lines(console):
+        # each prompt of the command line is a conversation of its own
+        if text.strip() == NEW or options.prompt:
+            for voice in voices:
+                voice.messages.clear()
+        if text.strip() == NEW:
+            continue
+        if options.prompt:
+            console.print(Text(f"> {printable(text)}"))
+        console.print(side_by_side([voice.answer(text, sampling) for voice in voices]))
