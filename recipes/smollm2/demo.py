@@ -8,6 +8,7 @@ loaded in NF4. PPO trains an adapter against it. TextBlob, which nothing has opt
 reviews of things that were not trained.
 """
 
+import logging
 import os
 import time
 from contextlib import contextmanager
@@ -15,19 +16,24 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing comes from the Hub
 
+# on import it warns of kernels that no GPU here could use
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
 import torch
+from card import METADATA, draw, write_card
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from reviews import THINGS, THINGS_HELD_OUT, distinct, openings, textblob
 from reward_model import LENGTH, sample, train_reward_model
 from smollm2 import base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.commands.main import main as trl_ppo
 
 OUTPUT = Path("runs/reviews")
+TALK = f"trl-ppo chat {OUTPUT / 'ppo'} --plain --temperature 0.7"
 SETTINGS = {
     "learning_rate": 1e-3,
     "max_steps": 32,
@@ -47,8 +53,9 @@ SETTINGS = {
 
 def main() -> None:
     """Run all stages."""
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    print("Five minutes on two cores of 2026, after the installation; PPO shows its time left.")
     with timed("SmolLM2-135M-Instruct, from the package index"):
         base = base_model()
     with timed(
@@ -59,8 +66,10 @@ def main() -> None:
     with timed("PPO: policy, reference and critic on one base, the reward model in 4 bits"):
         align(base)
     with timed("Verdict: TextBlob, on things that were not trained, at temperature 0.7"):
-        give_verdict(base)
+        rows, pairs = give_verdict(base)
     trl_ppo(["report", str(OUTPUT / "ppo")])
+    print(f"{write_card(OUTPUT / 'ppo', rows, pairs)}: a card to publish")
+    print(f"{TALK}, to talk to both")
 
 
 def align(base: str) -> None:
@@ -77,10 +86,17 @@ def align(base: str) -> None:
     )
     trainer.train()
     trainer.save_model()
+    trainer.create_model_card(**METADATA)
+    steps = trainer.plan.optimizer_steps
+    per_step = SETTINGS["generation_batch_size"] / steps
+    draw(trainer.state.log_history, per_step, OUTPUT / "ppo")
 
 
-def give_verdict(base: str) -> None:
-    """Compare reviews of the base and of the adapter, which is an ordinary one."""
+def give_verdict(base: str) -> tuple[dict[str, tuple[str, str]], list[tuple[str, str, str]]]:
+    """Compare reviews of the base and of the adapter, which is an ordinary one.
+
+    Returns the measurements of both by name, and two prompts with both reviews.
+    """
     prompts = openings(THINGS_HELD_OUT) * 4
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -90,18 +106,21 @@ def give_verdict(base: str) -> None:
             model = PeftModel.from_pretrained(model, adapter)
         set_seed(1)
         texts[name] = sample(model, tokenizer, prompts, temperature=0.7)
+    measured = []
     for name, completions in texts.items():
         polarity = textblob(completions)
-        positive = sum(x > 0 for x in polarity) / len(polarity)
-        mean = sum(polarity) / len(polarity)
-        print(
-            f"{name:7} {positive:4.0%} positive, polarity {mean:5.2f}, {distinct(completions):.0%} "
-            "distinct words"
-        )
+        positive = f"{sum(x > 0 for x in polarity) / len(polarity):.0%}"
+        mean = f"{sum(polarity) / len(polarity):.2f}"
+        words = f"{distinct(completions):.0%}"
+        print(f"{name:7} {positive:>4} positive, polarity {mean:>5}, {words} distinct words")
+        measured.append((positive, mean, words))
     for number in range(0, 40, 4):
         print(f"\n{prompts[number]} ...")
         for name, completions in texts.items():
             print(f"  {name:7} {' '.join(completions[number].split())}")
+    names = "positive for TextBlob", "its polarity, from -1 to 1", "distinct among all words"
+    pairs = [(prompts[n], texts["before"][n], texts["after"][n]) for n in (0, 4)]
+    return dict(zip(names, zip(*measured))), pairs
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
+from huggingface_hub import ModelCard
 from tiny import llama, tokenizer
 from transformers import AutoModelForSequenceClassification
 
@@ -85,4 +86,9 @@ def test_all_stages_run_in_turn(base, monkeypatch, capsys):
     )
     printed = capsys.readouterr().out
     assert printed.count("\n  before ") == printed.count("\n  after ") == 10
+    card = ModelCard.load("runs/reviews/ppo/README.md")
+    assert card.data.license == "apache-2.0" and card.data.base_model.endswith("135M-Instruct")
+    parts = ["# SmolLM2", "## What it does", "## License and data", "## Usage", "## Training"]
+    assert sorted(map(card.text.index, parts)) == list(map(card.text.index, parts))
+    assert card.text.count("\n> ") == 4 and Path("runs/reviews/ppo/reward.png").stat().st_size
     assert "distinct words" in printed and Path("runs/reviews/ppo/report.html").exists()
