@@ -11,6 +11,15 @@ PLAIN = "#ffffff"
 STEP = "#f1f1ee"
 INK = "#1c1c1c"
 LINE = "#5a5a5a"
+# each color on dark pages
+DARK = {
+    TRAINED: "#5c4021",
+    FROZEN: "#223a54",
+    PLAIN: "#16181c",
+    STEP: "#26292e",
+    INK: "#e3e5e9",
+    LINE: "#9aa0a8",
+}
 
 
 class Box(NamedTuple):
@@ -69,8 +78,16 @@ def arrow(*points: tuple[int, int], dashed: bool = False) -> str:
     )
 
 
+def style() -> str:
+    """Colors for readers of dark pages."""
+    fills = [f'[fill="{light}"] {{ fill: {dark} }}' for light, dark in DARK.items()]
+    strokes = f'[stroke="{LINE}"] {{ stroke: {DARK[LINE]} }}'
+    rules = " ".join([*fills, strokes])
+    return f"<style>@media (prefers-color-scheme: dark) {{ {rules} }}</style>"
+
+
 def picture(height: int, title: str, parts: list[str]) -> str:
-    """An SVG 800 pixels wide, on white."""
+    """An SVG 800 pixels wide, on white, or nearly black on dark pages."""
     head = (
         '<marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
         'orient="auto">'
@@ -81,6 +98,7 @@ def picture(height: int, title: str, parts: list[str]) -> str:
             f'height="{height}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif" '
             'role="img">',
             f"<title>{escape(title)}</title>",
+            style(),
             f'<defs>{head}<path d="M0,0 L10,5 L0,10 z" fill="{LINE}"/></marker></defs>',
             f'<rect width="800" height="{height}" fill="#ffffff"/>',
             *parts,

@@ -6,6 +6,12 @@ from typing import NamedTuple
 WIDTH = 400
 HEIGHT = 350
 COLUMNS = 3
+# for readers of dark pages
+DARK = (
+    "<style>@media (prefers-color-scheme: dark) { rect { fill: #16181c } text { fill: #d9dce1 } "
+    'line[stroke="#cccccc"] { stroke: #3c4046 } '
+    'polyline, line:not([stroke="#cccccc"]) { filter: brightness(1.5) } }</style>'
+)
 
 
 class Curve(NamedTuple):
@@ -24,6 +30,7 @@ def picture(panels: dict[str, list[Curve]], rollout: int, unit: str = "completio
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" '
         'font-size="13">'
     ]
+    parts.append(DARK)
     parts.append('<rect width="100%" height="100%" fill="white"/>')
     for number, (title, curves) in enumerate(panels.items()):
         rollouts = max(len(curve.shares) for curve in curves)

@@ -38,8 +38,8 @@ reviews for use: what it says about things is invented.
 ## License and data
 
 The base is {base}, licensed Apache-2.0. The adapter was trained on weights that were
-converted from a 4-bit GGUF file of it, so results on the original weights differ a little. The prompts are openings that
-were written for this demonstration. The reward model was trained on reviews that the base itself wrote, scored by
+converted from a 4-bit GGUF file of it, so results on the original weights differ a little. The prompts are openings
+that were written for this demonstration. The reward model was trained on reviews that the base itself wrote, scored by
 VADER. The judge is TextBlob. No text of other people was used. This adapter is licensed Apache-2.0.
 """
 

@@ -19,7 +19,10 @@ COMMANDS = {
     "report": "write the report of a running or finished run, as one HTML file",
     "train": "train a policy with PPO; --dry_run checks the arguments and stops",
 }
-LAUNCHERS = COMMANDS.keys() - {"chat", "report"}  # TRL's parser reads their arguments, and a config file
+LAUNCHERS = COMMANDS.keys() - {
+    "chat",
+    "report",
+}  # TRL's parser reads their arguments, and a config file
 
 
 def parser() -> argparse.ArgumentParser:
