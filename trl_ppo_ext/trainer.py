@@ -667,7 +667,7 @@ class PPOTrainer(Trainer):
             kwargs["batch_size"] = (
                 math.ceil(count / math.ceil(count / self.args.eval_batch_size)) if count else 1
             )
-            return _unpinned(super()._get_dataloader(dataset, description, **kwargs))
+            return self._unpinned_loader(dataset, description, **kwargs)
 
         def steps() -> tuple[int, int]:
             step = self.state.global_step
@@ -699,7 +699,17 @@ class PPOTrainer(Trainer):
         )
         kwargs |= {"batch_size": self.plan.completions_per_process, "sampler_fn": lambda _: sampler}
         rows = cast(Dataset, numbers)
-        return _unpinned(super()._get_dataloader(rows, description, is_training=True, **kwargs))
+        return self._unpinned_loader(rows, description, is_training=True, **kwargs)
+
+    def _unpinned_loader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        """The Trainer's loader without pinned memory: batches have no tensors, and without a GPU
+        torch warns of it in each epoch."""
+        pins = self.args.dataloader_pin_memory
+        self.args.dataloader_pin_memory = False
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.args.dataloader_pin_memory = pins
 
     # ---- evaluation and logging ----
 
@@ -1102,13 +1112,6 @@ class PPOTrainer(Trainer):
             )
 
     push_to_hub = hub.push_run
-
-
-def _unpinned(loader: DataLoader) -> DataLoader:
-    """The loader without pinned memory: batches have no tensors, and torch warns of it in each
-    epoch where there is no GPU."""
-    loader.pin_memory = False
-    return loader
 
 
 class _StepCallback(TrainerCallback):

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -352,8 +353,11 @@ def test_tables_of_completions_are_above_the_line_of_their_step(tmp_path, capsys
 def test_batches_are_not_pinned_and_torch_does_not_warn(tmp_path):
     built = trainer(tmp_path)
     built.args.dataloader_pin_memory = True  # the default without `use_cpu`
-    loaders = built.get_train_dataloader(), built.get_eval_dataloader()
-    assert [loader.pin_memory for loader in loaders] == [False, False]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*pin_memory")
+        for loader in (built.get_train_dataloader(), built.get_eval_dataloader()):
+            assert next(iter(loader))
+    assert built.args.dataloader_pin_memory
 
 
 def test_first_rollout_is_logged_at_the_first_step(tmp_path):
