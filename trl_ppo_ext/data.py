@@ -55,9 +55,10 @@ OF_TOKENIZING = frozenset(
 )
 CHECKED_FOR_DELIMITERS = 1000  # rows of a dataset
 
-FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _REMEDY = (
-    "Name a dataset on the Hub (and its config), a .json, .jsonl or .parquet file, or a directory."
+    "Name a dataset on the Hub (and its config), a .json, .jsonl, .csv or .parquet file, or a "
+    "directory."
 )
 
 
@@ -73,7 +74,7 @@ def load_splits(
     """Load all splits of a dataset."""
     path = Path(name)
     # a name that can only be a path is not looked up on the Hub
-    suffixes = [*FILE_FORMATS, ".csv", ".txt"]
+    suffixes = [*FILE_FORMATS, ".txt"]
     is_path = name.startswith(("/", "./", "../")) or path.suffix in suffixes
     if is_path and not path.exists():
         raise ValueError(

@@ -59,6 +59,7 @@ DATASETS = {
         "solution": lambda row: f"${row}$",
         "messages": lambda row: _messages(f"w{row} w5"),
     },
+    "csv": {"question": lambda row: f"w{row} w6"},  # a file of the reader's
     "stanfordnlp/imdb": {"text": lambda row: f"w{row} w9 w10 w11", "label": lambda row: row % 2},
 }
 

@@ -56,7 +56,7 @@ SEARCHES = {
     "Qwen3": "models/",
     "LoRA rank": "set_up/",
     "learning rate": "read_a_run/",
-    "csv": "recipes/wordle/",
+    "csv": "first_run/",
     "kl_coef": "variants/",
 }
 # as search/worker.js does

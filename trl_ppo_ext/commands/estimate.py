@@ -53,8 +53,24 @@ def main(argv: Sequence[str]) -> None:
     config = cast(EstimateConfig, config)
     run = model_arguments(script, config, model)
     estimate = estimate_memory(**run, prompt_length=config.prompt_length, device=config.target)
+    print(work_of(config, config.num_processes))
     if not print_estimate(estimate, config.memory):
         raise SystemExit(1)
+
+
+def work_of(args: PPOConfig, processes: int) -> str:
+    """Completions and tokens of a run, or of a rollout if its length is counted in epochs."""
+    plan = args.plan(processes)
+    completions = plan.completions
+    unit = "per rollout"
+    if args.max_steps > 0:
+        completions *= -(-args.max_steps // plan.optimizer_steps)
+        unit = "in the run"
+    tokens = completions * args.max_completion_length
+    return (
+        f"work:    {completions:,} completions of at most {tokens:,} tokens {unit}, each sampled "
+        f"once, and learned from {args.num_ppo_epochs} times"
+    )
 
 
 def divisors(number: int) -> list[int]:

@@ -23,7 +23,7 @@ from ..modeling.adapters import read_critic
 from ..redaction import shortened
 from ..tools.memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..tracking.completions import check_trackers
-from .estimate import print_estimate
+from .estimate import print_estimate, work_of
 from .launch import (
     PPOModelConfig,
     PPOScriptArguments,
@@ -136,6 +136,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     print(f"rewards: {', '.join(rewards) or 'none'}; monitored: {', '.join(monitored)}")
     print(f"prompts: {described}, of a context of {context}")
     print(args.plan(args.world_size).summary(args.max_steps, args.num_train_epochs))
+    print(work_of(args, args.world_size))
     room = prompt_limit(args.max_completion_length, context, args.max_prompt_length)
     device = args.device
     most = min(max(PROMPT_LENGTH, *lengths), room)

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import config
 from transformers import BertConfig, BitsAndBytesConfig, GPT2Config, LlamaConfig, MixtralConfig
 
-from trl_ppo_ext import RewardAdapter, estimate_memory
+from trl_ppo_ext import PPOConfig, RewardAdapter, estimate_memory
 from trl_ppo_ext.commands import estimate as command
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.estimate import proposals
@@ -188,6 +188,20 @@ def test_estimate_command_reads_the_file_of_a_run(large, tmp_path, monkeypatch):
     assert parts["critic"] == 4 * (adapter.parameters + 513)
     trained = 4 * (2 * adapter.parameters + 513)  # gradients, and DDP's buckets
     assert parts["gradients"] == 2 * trained
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "expected"),
+    [
+        (10, "384 completions of at most 12,288 tokens in the run"),  # three rollouts are begun
+        (-1, "128 completions of at most 4,096 tokens per rollout"),
+    ],
+)
+def test_work_is_counted_in_completions_and_tokens(max_steps, expected):
+    sizes = {"generation_batch_size": 128, "num_mini_batches": 2, "num_ppo_epochs": 2}
+    args = PPOConfig("out", use_cpu=True, max_completion_length=32, max_steps=max_steps, **sizes)
+    work = command.work_of(args, processes=1)
+    assert work == f"work:    {expected}, each sampled once, and learned from 2 times"
 
 
 @pytest.mark.parametrize(

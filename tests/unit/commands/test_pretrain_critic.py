@@ -460,11 +460,12 @@ def test_datasets_are_read_from_files_and_directories(tmp_path):
     made.to_json(tmp_path / "a.jsonl")
     (tmp_path / "b.json").write_text(json.dumps(given))
     made.to_parquet(tmp_path / "c.parquet")
+    made.to_csv(tmp_path / "d.csv")
     made.save_to_disk(tmp_path / "saved")
     DatasetDict(train=made, test=made).save_to_disk(tmp_path / "splits")
     (tmp_path / "folder").mkdir()
     made.to_json(tmp_path / "folder" / "train.jsonl")
-    for name in ("a.jsonl", "b.json", "c.parquet", "saved", "splits", "folder"):
+    for name in ("a.jsonl", "b.json", "c.parquet", "d.csv", "saved", "splits", "folder"):
         assert rows(tmp_path / name) == given, name
     assert load_datasets(PPOScriptArguments(dataset_name=str(tmp_path / "splits"))).keys() == {
         "train",
@@ -476,7 +477,7 @@ def test_datasets_are_read_from_files_and_directories(tmp_path):
 @pytest.mark.parametrize(
     "name, content, arguments, says",
     [
-        ("a.csv", "prompt\nw1\n", {}, "must be a file of the types .json"),
+        ("a.txt", "prompt\nw1\n", {}, "must be a file of the types .json"),
         ("a.json", "{", {}, "cannot be "),
         ("a.json", "[]", {"dataset_config": "main"}, "`dataset_config='main'` selects a part"),
         (
