@@ -164,15 +164,16 @@ class Curves:
         return not (abs(self.kl.end) >= 0.05 or largest >= 5e-3 or entropy.rises or entropy.falls)
 
     def is_unconfirmed(self, evaluated: Trend) -> bool:
-        """True if the reward has risen since the first evaluation, and evaluations by less than
-        a quarter of that."""
+        """True if the reward has risen since the first evaluation, evaluations by less than a
+        quarter of that, and they are clearly below the reward: the first may have been high."""
         x = self.reward
         if not self.rises or len(evaluated.values) < FEWEST:
             return False
         gain = x.end - x.smooth.asof(evaluated.values.index[0])
         # one evaluation, or one rollout, may be off
         is_clear = gain > max(3 * x.error, 3 * evaluated.error, 0.1 * x.scale)
-        return is_clear and evaluated.end - evaluated.start < 0.25 * gain
+        is_low = evaluated.end < x.end - 0.25 * gain
+        return is_clear and is_low and evaluated.end - evaluated.start < 0.25 * gain
 
     def has_fixed_length(self, truncated: Trend) -> bool:
         """True if nearly all completions have the full length from the start, and the reward

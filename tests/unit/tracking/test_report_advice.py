@@ -277,6 +277,10 @@ def test_flat_evaluation_does_not_confirm_a_rising_reward():
     assert judgement.kind == "problem"
     assert judgement.verdict.startswith("An evaluation does not confirm the reward. The reward ri")
     assert judge(evaluated(0.5, first=1)).kind == "good"
+    # the first evaluation may be as high as the reward at the end, e.g. of greedy answers
+    high = evaluated(0.0, first=1)
+    high.curves["eval_reward"] += 0.5
+    assert judge(high).kind == "good"
     # after the first evaluation the reward hardly rises either
     assert judge(evaluated(0.0, first=60)).kind == "good"
 
