@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo duel test test-all test-lowest test-newest test-vllm test-environments release-check lint bench docs clean
+.PHONY: demo duel test test-all test-lowest test-newest test-vllm test-environments release-check release-build release-use lint bench docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python recipes/smollm2/demo.py
@@ -57,12 +57,17 @@ $(VENV)-environments/.test: setup.cfg constraints.txt
 
 # the files of a release in dist/, checked, and used from an empty environment (1.5 GB); REPOSITORY=owner/name and
 # REF=v0.1.0 complete the metadata
-release-check:
+release-check: release-build release-use
+
+release-build:
 	test -x $(VENV)-release/bin/python || $(PYTHON) -m venv $(VENV)-release
 	$(VENV)-release/bin/python -m pip install --quiet --disable-pip-version-check build twine
 	$(VENV)-release/bin/python .github/release/build.py $(if $(REPOSITORY),--repository $(REPOSITORY) --ref $(REF))
 	$(VENV)-release/bin/python -m twine check --strict dist/*
-	$(VENV)-release/bin/python .github/release/check_wheel.py $(VENV)-empty
+
+# as a user does, in an empty environment; TORCH_INDEX_URL has torch's builds for the CPU
+release-use:
+	$(PYTHON) .github/release/check_wheel.py $(VENV)-empty
 
 duel: $(VENV)/.test
 	$(BIN)/python benchmarks/learning/duel.py

@@ -189,6 +189,7 @@ def run_with_a_card(args, base_model, adapter, rewards, history, peft_config):
     policy = SimpleNamespace(peft_config={"policy": peft_config}, get_base_model=llama)
     return SimpleNamespace(
         best_step=None,
+        logs_before_best=0,
         args=args,
         actor_critic=SimpleNamespace(
             config=config, policy=policy, policy_adapter="policy", reference_adapter=None

@@ -388,7 +388,9 @@ class PPOTrainer(Trainer):
 
         # 2. of a training
         self._begun = False
-        self.best_step: int | None = None  # of the checkpoint that a training ended with
+        # of the checkpoint that a training ended with, and logs until its weights were loaded
+        self.best_step: int | None = None
+        self.logs_before_best = 0
         self._save_is_due = True
         self.signals = resume.StopSignals()
         self.preempted = False
@@ -929,6 +931,7 @@ class PPOTrainer(Trainer):
             self.run_state = self.run_state._replace(critic=critic)
             self._install_critic()
         self.best_step = int(Path(best).name.rpartition("-")[2])
+        self.logs_before_best = len(self.state.log_history)
         metric = f"{self.args.metric_for_best_model} {self.state.best_metric:.4g}"
         self.run_log.best_is_loaded(self.best_step, metric)
         self._tell(f"loaded the best checkpoint, of step {self.best_step} ({metric})")

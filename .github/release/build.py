@@ -71,8 +71,9 @@ def main() -> None:
 
         # 2. the sdist, the wheel of the sdist, and the wheel of the checkout
         built = Path(folder) / "built"
+        fresh = Path(shutil.copytree(source, Path(folder) / "fresh"))
         build(source, built)
-        build(source, Path(folder) / "direct", "--wheel")
+        build(fresh, Path(folder) / "direct", "--wheel")
         (sdist,) = built.glob("*.tar.gz")
         (wheel,) = built.glob("*.whl")
         (direct,) = (Path(folder) / "direct").glob("*.whl")

@@ -62,7 +62,9 @@ def main() -> None:
 
     # 1. an empty environment
     venv.create(environment, clear=True, with_pip=True)
-    install("torch", "--constraint", ROOT / "constraints.txt", "torch")
+    index = os.environ.get("TORCH_INDEX_URL")
+    extra = ["--extra-index-url", index] if index else []  # for torch only
+    install("torch", "--constraint", ROOT / "constraints.txt", "torch", *extra)
     install(wheel.name, wheel)
     run("pip check", python, "-m", "pip", "check")
 

@@ -127,23 +127,30 @@ def test_release_workflow_gives_each_job_what_it_needs():
     assert workflow["permissions"] == {}
     assert {name: job["permissions"] for name, job in jobs.items()} == {
         "build": {"contents": "read"},
+        "check": {"contents": "read"},
         "attest": {"id-token": "write", "attestations": "write"},
         "publish": {"id-token": "write"},
         "draft": {"contents": "write"},
     }
     assert jobs["publish"]["environment"]["name"] == "pypi"
     order = [job.get("needs") for job in jobs.values()]
-    assert order == [None, "build", "attest", "publish"]
+    assert order == [None, "build", ["build", "check"], "attest", "publish"]
 
 
 def test_release_workflow_builds_once_and_checks_first():
     workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
     commands = [step.get("run", "") for step in workflow["jobs"]["build"]["steps"]]
     check = next(n for n, line in enumerate(commands) if "notes.py" in line)
-    build = next(n for n, line in enumerate(commands) if "make release-check" in line)
+    build = next(n for n, line in enumerate(commands) if "make release-build" in line)
     assert check < build
-    assert "\nrelease-check:" in (ROOT / "Makefile").read_text(encoding="utf-8")
-    others = [job for name, job in workflow["jobs"].items() if name != "build"]
+    # what the requirements of the wheel do cannot change what is published
+    steps = workflow["jobs"]["check"]["steps"]
+    assert "make release-use" in [step.get("run") for step in steps]
+    assert not [step for step in steps if "upload" in step.get("uses", "")]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "\nrelease-check: release-build release-use\n" in makefile
+    assert "\nrelease-build:" in makefile and "\nrelease-use:" in makefile
+    others = [job for name, job in workflow["jobs"].items() if name not in ("build", "check")]
     uses = [step["uses"] for job in others for step in job["steps"] if "uses" in step]
     assert not [name for name in uses if "checkout" in name]
 

@@ -84,11 +84,16 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
     names = [name for field in fields for name in as_list(metadata.pop(field, None))]
     datasets = [name for name in dict.fromkeys(names) if name and _is_hub_id(name)]
 
-    # 2. metrics of training and of each evaluation set, as they were logged last before the
-    # weights of the adapter, which may be those of the best checkpoint
+    # 2. metrics of training and of each evaluation set, as they were logged last for the weights
+    # of the adapter, which may be those of the best checkpoint
     state = trainer.state
     step = trainer.best_step or state.global_step
-    history = [entry for entry in state.log_history if entry.get("step", 0) <= step]
+    history = state.log_history
+    if trainer.best_step is not None:
+        until_best = [x for x in history[: trainer.logs_before_best] if x.get("step", 0) <= step]
+        later = history[trainer.logs_before_best :]
+        # the summary of the training is none of these weights
+        history = until_best + [x for x in later if "train_loss" not in x]
     # not NaN
     logged = {name: x for entry in history for name, x in entry.items() if x == x}
     if trainer.best_step is None:

@@ -13,9 +13,10 @@ from peft.utils import CONFIG_NAME
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
+from ..episodes.generator import stop_token_ids
 from ..redaction import printable
 
 NAMES = ("base", "adapter")
@@ -27,12 +28,19 @@ class Voice:
     """One of the two that answer, with its own conversation."""
 
     def __init__(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, has_adapter: bool, chats: bool
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        has_adapter: bool,
+        chats: bool,
+        seed: int = 0,
     ):
         self.model = model
         self.tokenizer = tokenizer
         self.has_adapter = has_adapter
         self.chats = chats
+        self.seed = seed
+        self.answers = 0
         self.messages = list[dict[str, str]]()
 
     def answer(self, text: str, sampling: dict[str, Any]) -> str:
@@ -45,7 +53,9 @@ class Voice:
                 self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
         inputs = inputs.to(self.model.device)
-        set_seed(0)  # the same random numbers for both
+        # the same random numbers for both, and others for each answer
+        set_seed(self.seed + self.answers)
+        self.answers += 1
         with nullcontext() if self.has_adapter else self.model.disable_adapter():
             tokens = self.model.generate(**inputs, **sampling)
         completion = tokens[0, inputs["input_ids"].shape[1] :]
@@ -56,17 +66,23 @@ class Voice:
 
 
 def load(run_dir: str, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load the adapter of a run on its base, and its tokenizer, with PEFT and transformers only."""
-    if not Path(run_dir, CONFIG_NAME).is_file():
+    """Load an adapter on its base, and its tokenizer, with PEFT and transformers only."""
+    if Path(run_dir).exists() and not Path(run_dir, CONFIG_NAME).is_file():
         raise ValueError(
             f"`{run_dir}` must have an adapter ({CONFIG_NAME}); pass the `output_dir` of a run "
             "after `trainer.save_model()`, or one of its checkpoints."
         )
     logging.disable_progress_bar()
     model = AutoPeftModelForCausalLM.from_pretrained(run_dir, dtype=dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run_dir)
+    # as in training: the stops of both, and no filter or penalty of the base's own config
+    stops = stop_token_ids(tokenizer, model.generation_config)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    plain = GenerationConfig(eos_token_id=stops or None, pad_token_id=pad)
+    model.generation_config = model.get_base_model().generation_config = plain
     if torch.cuda.is_available():
         model = model.to("cuda")
-    return model, AutoTokenizer.from_pretrained(run_dir)
+    return model, tokenizer
 
 
 def lines(console: Console) -> Iterator[str]:
@@ -91,15 +107,16 @@ def side_by_side(answers: list[str]) -> Table:
 
 def talk(options: argparse.Namespace) -> None:
     """Answer the prompts of the command line, or those that are typed."""
+    if not all(text.strip() for text in options.prompt or []):
+        raise ValueError("`--prompt` must have text; omit it to type your messages.")
     model, tokenizer = load(options.run_dir, options.dtype)
     sampling: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
-    if tokenizer.pad_token_id is None:
-        sampling["pad_token_id"] = tokenizer.eos_token_id
     if options.temperature > 0:
-        sampling |= {"do_sample": True, "temperature": options.temperature}
+        # `generate` has a filter of its own, the 50 most probable tokens
+        sampling |= {"do_sample": True, "temperature": options.temperature, "top_k": 0}
     console = Console(file=sys.stdout)
     chats = tokenizer.chat_template is not None and not options.plain
-    voices = [Voice(model, tokenizer, name == "adapter", chats) for name in NAMES]
+    voices = [Voice(model, tokenizer, name == "adapter", chats, options.seed) for name in NAMES]
     for text in options.prompt or lines(console):
         # each prompt of the command line is a conversation of its own
         if text.strip() == NEW or options.prompt:

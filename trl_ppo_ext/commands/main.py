@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     chat("--plain", action="store_true", help="continue texts, without the chat template")
     chat("--max_new_tokens", type=int, default=256, metavar="N", help="default: 256")
     chat("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
+    chat("--seed", type=int, default=0, metavar="N", help="of sampled answers (default: 0)")
     chat("--dtype", default="auto", help="of the base, e.g. float32 (default: as it was saved)")
     return root
 

@@ -81,14 +81,17 @@ class Trend:
         self.turns = int(self.smooth.idxmax()) if has_turned else None
 
     def _has_settled(self, enough: bool) -> bool:
-        """True if all but the first points agree on a level that is far from the start: the
+        """True if all but the first points agree on a level that is far from the first two: the
         noise of few points contains the way there."""
-        later = self.values.iloc[max(len(self.values) // 4, 1) :]
-        if not enough:
+        early = len(self.values) // 4
+        if not enough or early < 2:
             return False
-        # of noise, 1 % are: few points underestimate their spread
-        bound = 4 * (1 + 3 / (len(later) - 1)) * math.sqrt(1 + 1 / len(later))
-        return abs(later.mean() - self.start) > bound * later.std()
+        later = self.values.iloc[early:]
+        gaps = (later.mean() - self.values.iloc[:2]).to_numpy()
+        # few points underestimate their spread; the first log may be of fewer rollouts
+        bound = 4 * (1 + 3 / (len(later) - 1)) * math.sqrt(1 + 1 / len(later)) * later.std()
+        is_one_way = gaps[0] * gaps[1] > 0
+        return is_one_way and abs(gaps[0]) > bound and abs(gaps[1]) > bound / 3
 
     def first(self, above: float = math.inf, below: float = -math.inf) -> int | None:
         """First step at which the smoothed curve is above or below a level."""
@@ -169,11 +172,17 @@ class Curves:
         x = self.reward
         if not self.rises or len(evaluated.values) < FEWEST:
             return False
-        gain = x.end - x.smooth.asof(evaluated.values.index[0])
+        # an evaluation may come before the first rollout
+        first = max(evaluated.values.index[0], x.smooth.index[0])
+        gain = x.end - x.smooth.asof(first)
         # one evaluation, or one rollout, may be off
         is_clear = gain > max(3 * x.error, 3 * evaluated.error, 0.1 * x.scale)
         is_low = evaluated.end < x.end - 0.25 * gain
         return is_clear and is_low and evaluated.end - evaluated.start < 0.25 * gain
+
+    def is_constant(self, spread: Trend) -> bool:
+        """True if a reward had no spread in any log, and the sum of all has some."""
+        return len(spread.values) > 0 and not spread.values.any() and not self.all_equal
 
     def has_fixed_length(self, truncated: Trend) -> bool:
         """True if nearly all completions have the full length from the start, and the reward
@@ -198,7 +207,7 @@ class Curves:
         if self.is_weighed:
             return (
                 f"The critic explains {share} of what differs between returns, hardly more than a "
-                "constant. This costs nothing: values that do not fit the returns are not used "
+                "constant. Values that do not fit the returns are not used "
                 "(`value/weight_of_critic`). It is usual if one score comes at the end, or if the "
                 "rewards of tokens cannot be foreseen."
             )
@@ -231,7 +240,7 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
         x.turns,
     ),
     "constant": lambda x, c: (
-        len(fnmatch.filter(c.names, "rewards/*/std")) > 1 and not x.values.any(),
+        c.is_constant(x) and len(fnmatch.filter(c.names, "rewards/*/std")) > 1,
         None,
     ),
     "unconfirmed": lambda x, c: (c.is_unconfirmed(x), None),
@@ -242,7 +251,10 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
         x.first(below=0.5 * x.start),
     ),
     "endless": lambda x, c: (x.start < 0.25 <= x.end, x.first(above=0.25)),
-    "harm": lambda x, c: (x.recent < -0.5 and not c.narrows, x.first(below=-0.5)),
+    "harm": lambda x, c: (
+        x.recent < -0.5 and not c.narrows and not c.is_weighed,
+        x.first(below=-0.5),
+    ),
     "updates": lambda x, c: (x.end >= 0.25, x.first(above=0.25)),
     "clip": lambda x, c: (x.end >= 0.3, x.first(above=0.3)),
     "skip": lambda x, c: (x.end >= 0.4, x.first(above=0.4)),
@@ -276,7 +288,7 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
 TABLE = yaml.safe_load(
     Path(__file__).with_name("templates").joinpath("rules.yaml").read_text(encoding="utf-8")
 )
-OPTIONAL = {"also": "", "explains": "", "grave": False, "live": False, "quiet": False}
+OPTIONAL = {"also": "", "explains": ""} | dict.fromkeys(("grave", "live", "note", "quiet"), False)
 RULES = [SimpleNamespace(**OPTIONAL | row) for row in TABLE]
 
 
@@ -334,7 +346,8 @@ def judge(run: Run) -> Judgement:
                 seen = ", ".join(f"`{other}` {curves.of(other)}" for other in known)
             if holds and rule.name not in silent:
                 remedy = re.sub(r"`(\w+)(=[^`]*)?`", with_value, rule.remedy.format(step=step))
-                item = Advice(rule, seen, remedy, step, rule.grave or not curves.rises, [])
+                is_problem = rule.grave or not (curves.rises or rule.note)
+                item = Advice(rule, seen, remedy, step, is_problem, [])
                 causes = (
                     x for x in advice if x.is_problem and rule.name in x.rule.explains.split()
                 )

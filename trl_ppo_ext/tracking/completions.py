@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..data import as_text, message_text
 from ..ppo.rollouts import Samples
 from ..redaction import printable, without_keys
-from .reading import CREDIT
+from .reading import CREDIT, CUT
 
 logger = logging.get_logger(__name__)
 
@@ -35,7 +35,7 @@ def limited(text: str, longest: int) -> str:
     cut = len(text) - longest
     if cut <= 0:
         return text
-    return f"{text[:longest]}... ({cut} more characters)"
+    return f"{text[:longest]}... ({cut} {CUT}"
 
 
 def turns_of(samples: Samples, rows: int | None) -> list[list[dict[str, Any]]]:

@@ -14,6 +14,7 @@ from pandas import Series
 
 RUN_LOG = "run_log.jsonl"  # in the output directory of a run
 REPORT = "report.html"  # next to it by default
+CUT = "more characters)"  # at the end of a text that was too long
 CREDIT = ("reward", "value", "advantage")  # numbers of a turn of the policy
 
 
@@ -36,7 +37,7 @@ class Run:
     resumed_at: list[int]
     written: float  # time of the last entry, in seconds since 1970
     seconds: float  # of training, without repeated steps
-    has_ended: bool = False  # not still running, nor killed
+    has_ended: bool = False  # not still running, killed, or failed
     best_step: int | None = None  # of the checkpoint whose weights it ended with
 
     @property

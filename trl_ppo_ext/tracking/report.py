@@ -19,7 +19,7 @@ from pandas import Series
 
 from ..redaction import shortened
 from .advice import judge, number
-from .reading import CREDIT, RUN_LOG, Sheet, read_run, smooth
+from .reading import CREDIT, CUT, RUN_LOG, Sheet, read_run, smooth
 
 try:
     from bokeh.embed import json_item
@@ -171,7 +171,9 @@ def before_and_after(sheets: list[Sheet]) -> list[tuple[Shown, Shown]]:
     modes = sorted({sheet.mode for sheet in sheets}, key=lambda mode: (mode == "train", mode))
     for mode in modes:
         first, *_, last = [sheet for sheet in sheets if sheet.mode == mode] * 2
-        rows = {row["prompt"]: Shown(first.step, row) for row in first.rows}
+        # prompts that were cut may differ in what is missing
+        whole = [row for row in first.rows if not row["prompt"].endswith(CUT)]
+        rows = {row["prompt"]: Shown(first.step, row) for row in whole}
         pairs = [
             (rows[row["prompt"]], Shown(last.step, row))
             for row in last.rows

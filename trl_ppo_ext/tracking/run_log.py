@@ -147,7 +147,7 @@ class RunLog(TrainerCallback):
     def on_train_end(
         self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
-        """Log the end: a run without it is still running, or was killed."""
+        """Log the end: a run without it is still running, was killed, or failed."""
         self._append("end", state)
 
     def best_is_loaded(self, step: int, reason: str) -> None:
@@ -227,6 +227,8 @@ class Terminal(ProgressCallback, PrinterCallback):
         super().__init__()
         self.plan = plan
         self.disable_tqdm = disable_tqdm
+        # time and step at the beginning of the first whole rollout
+        self._began: tuple[float, int] | None = None
         self._pace: float | None = None  # seconds per optimizer step, once a rollout is learned
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -235,8 +237,10 @@ class Terminal(ProgressCallback, PrinterCallback):
         # names of rules, and number of logs
         self._warned = set[str]()
         self._judged = 0
-        self._began = (time.monotonic(), state.global_step)
+        self._began = None
         self._pace = None
+        if state.global_step % self.plan.optimizer_steps == 0:
+            self._began = (time.monotonic(), state.global_step)
         if state.is_world_process_zero:
             tqdm.write(self.plan.summary(state.max_steps, state.num_train_epochs))
             self.training_bar = tqdm(
@@ -249,10 +253,14 @@ class Terminal(ProgressCallback, PrinterCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Advance the progress bar; measure the pace after whole rollouts, whose steps differ."""
         super().on_step_end(args, state, control, **kwargs)
-        began, first_step = self._began
-        steps = state.global_step - first_step
-        if steps and state.global_step % self.plan.optimizer_steps == 0:
-            self._pace = (time.monotonic() - began) / steps
+        if state.global_step % self.plan.optimizer_steps:
+            return
+        now = time.monotonic()
+        if self._began is None:  # the run was resumed within a rollout
+            self._began = (now, state.global_step)
+        else:
+            began, first_step = self._began
+            self._pace = (now - began) / (state.global_step - first_step)
 
     def tell(self, text: str) -> None:
         """Print a line above the progress bar, on the main process."""

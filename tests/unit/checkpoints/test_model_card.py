@@ -75,6 +75,11 @@ def test_card_of_the_best_checkpoint_has_its_metrics(tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "Metrics of the best checkpoint (step 2 of 3, by `eval_reward`)" in card
     assert "| `eval_reward` | 3 |" in card
+    # an evaluation after training is of these weights, too
+    scores[3] = 2.5
+    built.evaluate()
+    built.save_model()
+    assert "| `eval_reward` | 2.5 |" in (tmp_path / "README.md").read_text()
     # a checkpoint's card is of its own step
     card = (tmp_path / "checkpoint-3" / "README.md").read_text()
     assert "at the end of training (step 3)" in card and "| `eval_reward` | 1 |" in card

@@ -16,7 +16,9 @@ from trl_ppo_ext.commands.chat import Voice, load
 def adapter(tmp_path_factory):
     """A base, and an adapter on it that changes every answer; both on disk."""
     folder = tmp_path_factory.mktemp("chat")
-    llama().save_pretrained(folder / "base")
+    base = llama()
+    base.generation_config.repetition_penalty = 1e3  # training has none, and ignores the base's
+    base.save_pretrained(folder / "base")
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     torch.manual_seed(0)
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -36,7 +38,9 @@ def greedy(model, text, tokens=6):
 def voices(adapter, chats, template=None):
     model, words = load(str(adapter / "run"), "auto")
     words.chat_template = template
-    words.eos_token_id = model.generation_config.eos_token_id = None
+    model.generation_config.eos_token_id = model.get_base_model().generation_config.eos_token_id = (
+        None
+    )
     return [Voice(model, words, has, chats) for has in (False, True)]
 
 
@@ -46,6 +50,25 @@ def test_base_and_adapter_answer_as_without_this_package(adapter):
     assert base.answer("w3 w4", {"max_new_tokens": 6, "do_sample": False}) == expected
     answer = tuned.answer("w3 w4", {"max_new_tokens": 6, "do_sample": False})
     assert answer == greedy(tuned.model, "w3 w4") != expected
+
+
+def test_each_sampled_answer_has_its_own_seed_and_both_voices_the_same(adapter):
+    model, words = load(str(adapter / "run"), "auto")
+    sampling = {"max_new_tokens": 8, "do_sample": True, "temperature": 2.0, "top_k": 0}
+
+    def answers(seed, has_adapter=False):
+        voice = Voice(model, words, has_adapter, chats=False, seed=seed)
+        return [voice.answer("w3 w4", sampling) for _ in range(3)]
+
+    first = answers(0)
+    assert len(set(first)) == 3 and answers(0) == first != answers(7)
+    assert answers(1)[0] == first[1]
+
+
+def test_answers_end_where_completions_of_training_do(adapter):
+    model, words = load(str(adapter / "run"), "auto")
+    stops = model.generation_config.eos_token_id
+    assert words.eos_token_id in stops and model.generation_config.repetition_penalty is None
 
 
 def test_each_voice_keeps_its_own_conversation(adapter):
@@ -74,6 +97,11 @@ def test_chat_ends_at_an_empty_line_or_the_end_of_the_input(adapter, capsys, mon
         printed = capsys.readouterr().out
         assert "An empty line ends the chat" in printed
         assert printed.count("adapter") == 1
+
+
+def test_empty_prompt_is_refused(adapter, capsys):
+    assert cli.main(["chat", str(adapter / "run"), "--prompt", " "]) == 2
+    assert "`--prompt` must have text" in capsys.readouterr().err
 
 
 def test_directory_without_an_adapter_names_what_to_pass(tmp_path, capsys):

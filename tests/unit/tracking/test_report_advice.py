@@ -33,6 +33,17 @@ def test_fast_change_is_not_averaged_away():
     assert goes.falls and goes.start == 2.0 and goes.collapses
 
 
+def test_first_log_of_fewer_rollouts_is_no_trend():
+    """It is noisier than the later ones, which average ten rollouts."""
+    draw = np.random.default_rng(0)
+    wrong = 0
+    for _ in range(400):
+        values = np.concatenate([draw.normal(1, 0.5, 1), draw.normal(1, 0.5 / 10**0.5, 7)])
+        goes = Trend(Series(values))
+        wrong += goes.rises or goes.falls
+    assert wrong <= 28  # 7 %, as of eight equal logs
+
+
 def test_few_points_in_order_are_a_trend():
     rising = [0.25, 0.37, 0.67, 0.88, 0.97]
     assert Trend(Series(rising)).rises and Trend(Series(rising[::-1])).falls
@@ -260,7 +271,15 @@ def test_reward_that_never_differs_is_named_beside_a_rising_sum():
     assert judgement.verdict.endswith("but a reward is the same for all completions.")
     (item,) = judgement.advice
     assert item.seen.startswith("`rewards/format/std` at 0") and item.rule.live
-    del parts["rewards/judge/std"]  # of a single reward, "equal" speaks
+    # it is no verdict on another failure, and says nothing before there are enough logs
+    failing = judge(synthetic(GOOD | parts | {"reward": 0.8 - 0.6 * LEARNS}))
+    assert failing.verdict.startswith("The reward falls.")
+    few = run_of({name: Series(x[:2], [1, 10]) for name, x in (GOOD | parts).items()})
+    assert judge(few).kind == "early" and judge(few).advice == []
+    # if the sum does not differ either, "equal" speaks
+    equal = PROVOKED["all equal"][0] | parts | {"rewards/judge/std": ZERO}
+    assert "constant" not in [x.rule.name for x in judge(synthetic(GOOD | equal)).advice]
+    del parts["rewards/judge/std"]
     assert judge(synthetic(GOOD | parts)).advice == []
 
 
@@ -277,6 +296,13 @@ def test_flat_evaluation_does_not_confirm_a_rising_reward():
     assert judgement.kind == "problem"
     assert judgement.verdict.startswith("An evaluation does not confirm the reward. The reward ri")
     assert judge(evaluated(0.5, first=1)).kind == "good"
+    before = evaluated(0.0, first=1)
+    before.curves["eval_reward"].index -= 1  # with `eval_on_start`
+    assert judge(before).kind == "problem"
+    # a named set need not follow the reward
+    named = evaluated(0.0, first=1)
+    named.curves["eval_old_reward"] = named.curves.pop("eval_reward")
+    assert judge(named).verdict.endswith("but an evaluation set does not follow the reward.")
     # the first evaluation may be as high as the reward at the end, e.g. of greedy answers
     high = evaluated(0.0, first=1)
     high.curves["eval_reward"] += 0.5
@@ -294,7 +320,7 @@ def test_critic_is_described_by_what_it_explains():
     assert "a little less noisy" in sentence(0.1)
     assert "it does not help" in sentence(0.0)
     weighed = {"value/weight_of_critic": 0.1 * FLAT}
-    assert "This costs nothing" in sentence(0.0, **weighed)
+    assert "hardly more than a constant" in sentence(0.0, **weighed)
     assert "62 %" in sentence(0.9, **{"value/explained_variance_without_clock": 0.62 * FLAT})
     assert judge(synthetic(GOOD | {"value/explained_variance": None})).critic is None
     # and is then no reason to doubt a run

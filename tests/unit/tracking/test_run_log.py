@@ -322,6 +322,19 @@ def test_line_has_the_mean_of_each_of_several_rewards_and_the_time_left(tmp_path
     assert re.search(r"  0:00:0\d left$", lines[-2])
 
 
+def test_time_left_of_a_run_resumed_within_a_rollout_is_of_whole_rollouts(tmp_path, capsys):
+    terminal = Terminal(BatchPlan(1, num_mini_batches=4), disable_tqdm=True)
+    state = TrainerState(max_steps=16, global_step=3)
+    terminal.on_train_begin(config(tmp_path), state, TrainerControl())
+    paces = []
+    for step in range(4, 13):
+        state.global_step = step
+        terminal.on_step_end(config(tmp_path), state, TrainerControl())
+        paces.append(terminal._pace)
+    # one update of a rollout that was sampled before says nothing
+    assert paces[:4] == [None] * 4 and None not in paces[4:]
+
+
 def test_terminal_names_an_early_stop_and_the_best_checkpoint(tmp_path, capsys):
     class StopsAtTwo(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
