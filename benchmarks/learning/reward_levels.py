@@ -3,6 +3,7 @@
 
     python benchmarks/learning/reward_levels.py                # all runs
     python benchmarks/learning/reward_levels.py --rewards pairs --levels token --seeds 0
+    python benchmarks/learning/reward_levels.py --rewards regression --levels token --rivals ReBN
     python benchmarks/learning/reward_levels.py --table
 
 Reward models, all taught VADER's opinion of what the base writes:
@@ -12,6 +13,8 @@ Reward models, all taught VADER's opinion of what the base writes:
 - adapter: LoRA on the policy's own base, trained in the same way, as a `RewardAdapter`.
 - useless: the first one, with noise in place of all scores but the last. Paid at the end it is the
   first one.
+
+Rivals have no critic: ReBN has PPO's prompts and is paid as PPO is, GRPO has groups of eight.
 
 TextBlob judges, which nothing optimizes. One thread each. Writes
 benchmarks/results/reward_levels.json.
@@ -36,10 +39,16 @@ RUNS = Path("runs/reward_levels")
 REWARDS = "regression", "pairs", "adapter", "useless"
 LEVELS = "end", "token"
 SEEDS = 0, 1, 2
+RIVALS = {
+    "PPO": {},
+    "ReBN": {"critic": "none", "advantage_estimator": "rebn"},
+    "GRPO": {"critic": "none", "num_generations": 8},
+}
 PAIRS = 640
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 SETTING = {"max_steps": 48, "kl_coef": 0.02, "disable_tqdm": True}  # 12 rollouts of 64
-LOGGED = "reward", "kl", "value/explained_variance", "entropy", "lam"
+EXPLAINED = "value/explained_variance"
+LOGGED = "reward", "kl", EXPLAINED, "entropy", "lam"
 AT_END = 3  # rollouts
 
 
@@ -217,13 +226,14 @@ def spread(values: list[float]) -> str:
 def table(runs: list[dict]) -> str:
     """Markdown table of levels per reward model."""
     lines = [
-        "| reward model | paid at | seeds | reward of the run | last 3 rollouts | completions | KL | "
+        "| reward model | paid at | rival | seeds | reward of the run | last 3 rollouts | completions | KL | "
         "judge | explained | foreseen |",
-        "|---|---|---|---:|---:|---|---:|---:|---:|---:|",
+        "|---|---|---|---|---:|---:|---|---:|---:|---:|---:|",
     ]
-    for name, level in product(REWARDS, LEVELS):
+    for name, level, rival in product(REWARDS, LEVELS, RIVALS):
         group = [x for x in runs if (x["reward model"], x["level"]) == (name, level)]
-        group = sorted((x for x in group if not x["settings"]), key=lambda x: x["seed"])
+        group = [x for x in group if x["settings"] == RIVALS[rival]]
+        group = sorted(group, key=lambda x: x["seed"])
         if not group:
             continue
         source = "regression" if name == "useless" else name
@@ -247,13 +257,14 @@ def table(runs: list[dict]) -> str:
         cells = [
             name,
             level,
+            rival,
             ", ".join(str(x["seed"]) for x in group),
             spread([statistics.mean(x["logged"]["reward"]) for x in group]),
             spread(late("reward")),
             ", ".join("never" if x == float("inf") else f"{x:,}" for x in steps),
             spread(late("kl")),
             spread(late("monitor/textblob/mean")),
-            spread(late("value/explained_variance")),
+            spread(late(EXPLAINED)) if EXPLAINED in group[0]["logged"] else "",
             spread(foreseen) if foreseen else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -268,18 +279,20 @@ def main() -> None:
     parser.add_argument("--rewards", nargs="*", default=REWARDS, choices=REWARDS)
     parser.add_argument("--levels", nargs="*", default=LEVELS, choices=LEVELS)
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
-    parser.add_argument("--set", type=json.loads, default={}, help="further settings as JSON")
+    parser.add_argument("--rivals", nargs="*", default=["PPO"], choices=RIVALS)
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     if not options.table:
-        for seed, name, level in product(options.seeds, options.rewards, options.levels):
+        wishes = product(options.seeds, options.rewards, options.levels, options.rivals)
+        for seed, name, level, rival in wishes:
             if (name, level) == ("useless", "end"):
                 continue
-            wanted = {"reward model": name, "level": level, "seed": seed, "settings": options.set}
+            settings = RIVALS[rival]
+            wanted = {"reward model": name, "level": level, "seed": seed, "settings": settings}
             if key(wanted) not in map(key, runs):
-                runs.append(train(name, level, seed, **options.set))
+                runs.append(train(name, level, seed, **settings))
                 RESULTS.write_text("[" + ",\n".join(map(json.dumps, runs)) + "]\n")
     print(table(runs))
 
