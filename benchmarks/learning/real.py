@@ -72,6 +72,7 @@ RIVALS: dict[str, dict[str, Any]] = {
     "RLOO": GROUPS | {"critic": "none", "advantage_estimator": "rloo"},
     "PPO, in groups": GROUPS,  # PPO on the prompts of GRPO
     "PPO, running mean": RUNNING_MEAN,  # all values are the mean return
+    "PPO, running mean, by token": RUNNING_MEAN,  # λ is PPO's
     # the score is measured, and no reward is given
     "distill": {"reference_prompt": "praised", "kl_coef": 1.0},
 }

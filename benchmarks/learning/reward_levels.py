@@ -14,7 +14,8 @@ Reward models, all taught VADER's opinion of what the base writes:
 - useless: the first one, with noise in place of all scores but the last. Paid at the end it is the
   first one.
 
-Rivals have no critic: ReBN has PPO's prompts and is paid as PPO is, GRPO has groups of eight.
+Rivals have PPO's prompts and are paid as PPO is. ReBN has no critic, and in a running mean all
+values are the mean return, with PPO's λ.
 
 TextBlob judges, which nothing optimizes. One thread each. Writes
 benchmarks/results/reward_levels.json.
@@ -42,7 +43,11 @@ SEEDS = 0, 1, 2
 RIVALS = {
     "PPO": {},
     "ReBN": {"critic": "none", "advantage_estimator": "rebn"},
-    "GRPO": {"critic": "none", "num_generations": 8},
+    "running mean": {
+        "critic": "head",
+        "critic_learning_rate": 1e-12,
+        "critic_kwargs": {"backprop": False},
+    },
 }
 PAIRS = 640
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
