@@ -376,7 +376,8 @@ def test_measured_runs_of_a_real_model_are_good():
         for run in json.loads(results.read_text())
         if "logged" in run
         and "TRL" not in run["rival"]
-        and run["rewards"][-1] > 1.2 * run["rewards"][0] >= 0
+        # in fifths: single rollouts are noisy
+        and sum(run["rewards"][-4:]) > 1.2 * sum(run["rewards"][:4]) >= 0
         if "reward_weights" not in run["settings"]
     ]
     for run in runs:
