@@ -68,7 +68,8 @@ def test_each_sampled_answer_has_its_own_seed_and_both_voices_the_same(adapter):
 def test_answers_end_where_completions_of_training_do(adapter):
     model, words = load(str(adapter / "run"), "auto")
     stops = model.generation_config.eos_token_id
-    assert words.eos_token_id in stops and model.generation_config.repetition_penalty is None
+    assert words.eos_token_id in stops
+    assert model.generation_config.repetition_penalty in (None, 1.0)  # by version
 
 
 def test_each_voice_keeps_its_own_conversation(adapter):
