@@ -932,9 +932,9 @@ class PPOTrainer(Trainer):
             self._install_critic()
         self.best_step = int(Path(best).name.rpartition("-")[2])
         self.logs_before_best = len(self.state.log_history)
+        self.run_log.best_is_loaded(self.best_step)
         value = self.state.best_metric
         reason = "" if value is None else f" ({self.args.metric_for_best_model} {value:.4g})"
-        self.run_log.best_is_loaded(self.best_step, reason.strip(" ()"))
         self._tell(f"loaded the best checkpoint, of step {self.best_step}{reason}")
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:

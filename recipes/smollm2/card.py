@@ -1,6 +1,6 @@
 """A model card to publish: what a run of the demo has learned, for people who have not seen it."""
 
-import json
+from html import escape
 from pathlib import Path
 
 import matplotlib
@@ -37,10 +37,10 @@ reviews for use: what it says about things is invented.
 
 ## License and data
 
-The base is {base}, licensed Apache-2.0. The adapter was trained on weights that were
-converted from a 4-bit GGUF file of it, so results on the original weights differ a little. The prompts are openings
-that were written for this demonstration. The reward model was trained on reviews that the base itself wrote, scored by
-VADER. The judge is TextBlob. No text of other people was used. This adapter is licensed Apache-2.0.
+The base is {base}, licensed Apache-2.0. The adapter was trained on
+weights that were converted from a 4-bit GGUF file of it, so results on the original weights differ. The prompts are
+openings that were written for this demonstration. The reward model was trained on reviews that the base itself wrote,
+scored by VADER. The judge is TextBlob. No text of other people was used. This adapter is licensed Apache-2.0.
 """
 
 
@@ -59,9 +59,8 @@ def draw(history: list[dict], completions_per_step: float, folder: Path) -> None
 
 
 def quote(text: str) -> str:
-    """Sampled text as a quotation of Markdown, on one line."""
-    words = " ".join(text.split())
-    return "> " + json.dumps(words, ensure_ascii=False)[1:-1].replace("|", "\\|")
+    """Sampled text as a quotation of Markdown, on one line and without HTML."""
+    return f"> {escape(' '.join(text.split()), quote=False)}"
 
 
 def write_card(folder: Path, rows: dict[str, tuple[str, str]], pairs: list[tuple]) -> Path:

@@ -62,6 +62,24 @@ def _is_hub_id(name: str) -> bool:
     return False
 
 
+def logs_of_weights(trainer: Any) -> tuple[list[dict], str]:
+    """Logs of the adapter's weights, which may be those of the best checkpoint, and a phrase that
+    says of when they are."""
+    state = trainer.state
+    history = state.log_history
+    step = trainer.best_step
+    if step is None:
+        return history, f"at the end of training (step {state.global_step})"
+    until_best = [x for x in history[: trainer.logs_before_best] if x.get("step", 0) <= step]
+    # evaluations after training; its summary is none of these weights
+    later = [x for x in history[trainer.logs_before_best :] if "train_loss" not in x]
+    when = (
+        f"of the best checkpoint (step {step} of {state.global_step}, by "
+        f"`{trainer.args.metric_for_best_model}`), whose weights these are"
+    )
+    return until_best + later, when
+
+
 def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
     """Build the card of a run, as saved in a directory; it contains no path of this machine."""
     actor_critic = trainer.actor_critic
@@ -85,24 +103,9 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
     datasets = [name for name in dict.fromkeys(names) if name and _is_hub_id(name)]
 
     # 2. metrics of training and of each evaluation set, as they were logged last for the weights
-    # of the adapter, which may be those of the best checkpoint
-    state = trainer.state
-    step = trainer.best_step or state.global_step
-    history = state.log_history
-    if trainer.best_step is not None:
-        until_best = [x for x in history[: trainer.logs_before_best] if x.get("step", 0) <= step]
-        later = history[trainer.logs_before_best :]
-        # the summary of the training is none of these weights
-        history = until_best + [x for x in later if "train_loss" not in x]
+    history, when = logs_of_weights(trainer)
     # not NaN
     logged = {name: x for entry in history for name, x in entry.items() if x == x}
-    if trainer.best_step is None:
-        when = f"at the end of training (step {step})"
-    else:
-        when = (
-            f"of the best checkpoint (step {step} of {state.global_step}, by "
-            f"`{trainer.args.metric_for_best_model}`), whose weights these are"
-        )
     if isinstance(trainer.eval_dataset, dict):
         sets = trainer.eval_dataset
     else:

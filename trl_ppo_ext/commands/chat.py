@@ -116,13 +116,17 @@ def talk(options: argparse.Namespace) -> None:
         sampling |= {"do_sample": True, "temperature": options.temperature, "top_k": 0}
     console = Console(file=sys.stdout)
     chats = tokenizer.chat_template is not None and not options.plain
-    voices = [Voice(model, tokenizer, name == "adapter", chats, options.seed) for name in NAMES]
+    voices = [
+        Voice(model, tokenizer, has_adapter=name == "adapter", chats=chats, seed=options.seed)
+        for name in NAMES
+    ]
     for text in options.prompt or lines(console):
+        is_new = text.strip() == NEW
         # each prompt of the command line is a conversation of its own
-        if text.strip() == NEW or options.prompt:
+        if is_new or options.prompt:
             for voice in voices:
                 voice.messages.clear()
-        if text.strip() == NEW:
+        if is_new:
             continue
         if options.prompt:
             console.print(Text(f"> {printable(text)}"))

@@ -19,10 +19,8 @@ COMMANDS = {
     "report": "write the report of a running or finished run, as one HTML file",
     "train": "train a policy with PPO; --dry_run checks the arguments and stops",
 }
-LAUNCHERS = COMMANDS.keys() - {
-    "chat",
-    "report",
-}  # TRL's parser reads their arguments, and a config file
+# TRL's parser reads their arguments, and a config file
+LAUNCHERS = COMMANDS.keys() - {"chat", "report"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def write(run_dir: str, output: str | None) -> None:
+def report(run_dir: str, output: str | None) -> None:
     """Write the report of a run."""
     from ..tracking.reading import REPORT
     from ..tracking.report import write_report
@@ -72,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 talk(options)
             else:
-                write(options.run_dir, options.output)
+                report(options.run_dir, options.output)
     # wrong arguments, a missing model, a missing extra
     except (ValueError, OSError, ImportError) as error:
         text = "\n- ".join(" ".join(part.split()) for part in str(error).split("\n- "))

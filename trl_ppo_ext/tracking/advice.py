@@ -181,8 +181,10 @@ class Curves:
         return is_clear and is_low and evaluated.end - evaluated.start < 0.25 * gain
 
     def is_constant(self, spread: Trend) -> bool:
-        """True if a reward had no spread in any log, and the sum of all has some."""
-        return len(spread.values) > 0 and not spread.values.any() and not self.all_equal
+        """True if one of several rewards had no spread in any log, and their sum has some."""
+        has_others = len(fnmatch.filter(self.names, "rewards/*/std")) > 1
+        never_differs = len(spread.values) > 0 and not spread.values.any()
+        return has_others and never_differs and not self.all_equal
 
     def has_fixed_length(self, truncated: Trend) -> bool:
         """True if nearly all completions have the full length from the start, and the reward
@@ -239,10 +241,7 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
         x.falls and c.rises and len(fnmatch.filter(c.names, "rewards/*/mean")) > 1,
         x.turns,
     ),
-    "constant": lambda x, c: (
-        c.is_constant(x) and len(fnmatch.filter(c.names, "rewards/*/std")) > 1,
-        None,
-    ),
+    "constant": lambda x, c: (c.is_constant(x), None),
     "unconfirmed": lambda x, c: (c.is_unconfirmed(x), None),
     "cut": lambda x, c: (x.end >= 0.75 and c.all_equal and not c.has_gained, None),
     "equal": lambda x, c: (c.all_equal and not c.has_gained, None),

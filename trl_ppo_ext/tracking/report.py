@@ -170,7 +170,9 @@ def before_and_after(sheets: list[Sheet]) -> list[tuple[Shown, Shown]]:
     are two."""
     modes = sorted({sheet.mode for sheet in sheets}, key=lambda mode: (mode == "train", mode))
     for mode in modes:
-        first, *_, last = [sheet for sheet in sheets if sheet.mode == mode] * 2
+        of_mode = [sheet for sheet in sheets if sheet.mode == mode]
+        first = of_mode[0]
+        last = of_mode[-1]
         # prompts that were cut may differ in what is missing
         whole = [row for row in first.rows if not row["prompt"].endswith(CUT)]
         rows = {row["prompt"]: Shown(first.step, row) for row in whole}

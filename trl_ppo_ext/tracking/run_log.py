@@ -150,9 +150,9 @@ class RunLog(TrainerCallback):
         """Log the end: a run without it is still running, was killed, or failed."""
         self._append("end", state)
 
-    def best_is_loaded(self, step: int, reason: str) -> None:
+    def best_is_loaded(self, step: int) -> None:
         """Log the step of the checkpoint whose weights the run ends with."""
-        self._append("best", TrainerState(global_step=step), reason=reason)
+        self._append("best", TrainerState(global_step=step))
 
     def completions(self, samples: Samples, state: TrainerState, mode: str) -> None:
         """Log some completions with their scores, at most every sixtieth of the run."""

@@ -68,6 +68,14 @@ def test_run_saves_an_adapter_that_peft_loads(there, capsys):
     assert (there / "whole" / "checkpoint-4").is_dir()
 
 
+def test_earlier_run_is_refused_before_anything_is_loaded(there, capsys, monkeypatch):
+    assert run(output_dir="twice", max_steps=2) == 0
+    monkeypatch.setattr(train, "build_trainer", lambda *args: pytest.fail("it was loaded"))
+    for options in ((), ("--dry_run",)):
+        assert run(*options, output_dir="twice", max_steps=2) == 2
+        assert "must have no checkpoints of an earlier run" in capsys.readouterr().err
+
+
 def test_run_starts_from_an_adapter(there, capsys):
     torch.manual_seed(1)
     lora = LoraConfig(

@@ -304,7 +304,7 @@ def test_header_says_whether_a_run_goes_on_stopped_or_ended_with_its_best(tmp_pa
         return "".join(Tags(page_of(place, tmp_path / "report.html")).text)
 
     end = {"kind": "end", "time": 3.0, "step": 16}
-    best = {"kind": "best", "time": 3.0, "step": 4, "reason": "eval_reward 0.8"}
+    best = {"kind": "best", "time": 3.0, "step": 4}
     assert "step 16 of 20 so far, written" in header()
     assert "step 16 of 20, stopped early, written" in header(end)
     text = header(best, end)
