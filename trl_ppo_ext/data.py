@@ -249,7 +249,9 @@ def encode(
                 f"{described(prompt)}."
             ) from error
         text = str(parts)
-    if any(str(part) in text for part in parts):  # the template reads text
+    is_lost = any(part["text"].strip() not in text for content in parts for part in content)
+    # the template reads text only: it writes parts as Python does, or nothing
+    if is_lost or any(str(part) in text for part in parts):
         return encode(list(map(text_only, prompt)), tokenizer, template_kwargs, opening)
     return ids
 

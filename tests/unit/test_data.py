@@ -221,6 +221,9 @@ def test_message_without_content_needs_tool_calls():
         # as Llama 3: it would write Python code
         "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}",
         "{% for m in messages %}{{ m['content'] + '' }}{% endfor %}",  # it raises
+        # as Qwen 3: it writes nothing
+        "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% endif %}"
+        "{% endfor %}",
     ],
 )
 def test_parts_of_a_message_are_read_by_any_template(template):

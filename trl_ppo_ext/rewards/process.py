@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import is_conversational
 
+from ..data import encode
 from ..redaction import shortened
-from ..text import encode_chat, encode_marked, encode_text, protected
+from ..text import encode_marked, encode_text, protected
 from .model import (
     checked_label,
     context_length,
@@ -112,7 +113,7 @@ class ProcessScorer:
     def encode(self, prompt: Any, steps: list[str]) -> tuple[list[int], list[int]]:
         """Token ids of a prompt and its steps, and the place of the last token of each step."""
         if is_conversational({"prompt": prompt}):
-            ids = list(encode_chat(prompt, self.tokenizer, {"add_generation_prompt": True}))
+            ids = list(encode(prompt, self.tokenizer, {}))
         else:
             ids = encode_text(prompt, self.tokenizer).ids
             bos = self.tokenizer.bos_token_id

@@ -106,6 +106,17 @@ def test_bos_is_read_once():
     assert prm.encode("q ", ["a"])[0] == prm.encode("<|im_start|>q ", ["a"])[0] == expected
 
 
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3"])
+def test_answer_that_the_prompt_begins_is_continued(template):
+    """And parts of a message are read where the template writes text only."""
+    built = byte_tokenizer(template)
+    parts = [{"type": "text", "text": "2+2?"}]
+    prompt = [{"role": "user", "content": parts}, {"role": "assistant", "content": "Let me "}]
+    ids, _ = scorer(classifier(), built).encode(prompt, ["add."])
+    text = built.decode(ids)
+    assert "2+2?" in text and text.endswith("Let me add.\n")
+
+
 def test_completion_that_cannot_be_read_fails_by_itself():
     built = byte_tokenizer()
     short = scorer(classifier(max_position_embeddings=16), built)
