@@ -9,7 +9,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..ppo_math import MOST_PLACES, Reduction, means_by_number, place_numbers
+from ..ppo_math import FEWEST, MOST_PLACES, Reduction, place_numbers, sums_by_number
 
 # where the score of a reward model is paid
 RewardLevel = Literal["end", "token", "turn"]
@@ -134,12 +134,27 @@ class Changes(NamedTuple):
     foresight: Foresight
 
 
+def usual_scores(
+    scores: Tensor, numbers: Tensor, mask: Tensor, all_sum: Reduction = torch.clone
+) -> Tensor:
+    """Mean score at each number, `[MOST_PLACES]`; where few completions go on, that of the last
+    number which most had.
+
+    Otherwise the longest completion would be compared with itself.
+    """
+    totals, counts = sums_by_number(scores, numbers, mask, all_sum)
+    means = totals / counts.clamp(min=1)
+    enough = counts >= counts.max().clamp(max=FEWEST)
+    number = torch.arange(MOST_PLACES, device=scores.device)
+    return means[(number * enough).cummax(0).values]
+
+
 def pay_changes(
     prefixes: Tensor, foresight: Foresight = UNKNOWN, all_sum: Reduction = torch.clone
 ) -> Changes:
     """Pay each token the change of the score, if scores of prefixes foresee the last one.
 
-    Scores are taken less the mean of their place in this rollout. The changes then sum to the score
+    Scores are taken less the usual one of their place in this rollout. The changes then sum to the score
     less that of the prompt and a number that all completions share. So with γ = 1 the task is that
     of a score at the end. If earlier scores are noise, all is paid at the end.
 
@@ -152,7 +167,7 @@ def pay_changes(
         foresight (`Foresight`, *optional*): Sums of earlier rollouts.
         all_sum (`Reduction`, *optional*): Sum over ranks.
     """
-    # 1. Scores less the mean of their place: what all completions gain is no merit of a token.
+    # 1. Scores less what is usual at their place: what all completions gain is no merit of a token.
     has_score = prefixes.isfinite()
     position = torch.arange(prefixes.shape[1], device=prefixes.device)
     last = (position * has_score).amax(1, keepdim=True)
@@ -162,8 +177,8 @@ def pay_changes(
     numbers = place_numbers(has_score).clamp(max=MOST_PLACES - 2)
     numbers = numbers.masked_fill(is_last, MOST_PLACES - 1)
     scores = prefixes.nan_to_num()
-    means = means_by_number(scores, numbers, has_score, all_sum)[numbers]
-    deviations = (scores - means).masked_fill(~has_score, 0)
+    usual = usual_scores(scores, numbers, has_score, all_sum)[numbers]
+    deviations = (scores - usual).masked_fill(~has_score, 0)
     final = deviations.gather(1, last)
     foresight = foresight.add(deviations, final, is_earlier, all_sum)
 

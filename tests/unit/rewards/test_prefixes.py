@@ -57,6 +57,16 @@ def test_changes_and_the_prompts_part_sum_to_the_score():
     assert not changes.tokens[3, :4].any()
 
 
+@pytest.mark.parametrize("rows", [2, 4, 20])
+def test_longest_completion_is_paid_its_own_changes(rows):
+    """Where the others have ended nothing is usual but what they had before."""
+    prefixes = random_walks(rows, places=12)
+    prefixes[1:, 8:] = NAN
+    tokens = pay_changes(prefixes, CERTAIN).tokens[0]
+    changes = prefixes[0].diff()
+    assert tokens[7:-1].tolist() == pytest.approx(changes[7:-1].tolist(), abs=1e-5)
+
+
 def test_changes_are_paid_if_prefixes_foresee_the_last_score():
     walks = random_walks()
     changes = pay_changes(walks)
