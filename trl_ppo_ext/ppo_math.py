@@ -115,6 +115,11 @@ def latest_sampled(mask: Tensor) -> Tensor:
     return (position * mask).cummax(1).values.maximum(first)
 
 
+def at_sampled(x: Tensor, mask: Tensor) -> Tensor:
+    """Numbers of each token at the sampled one at or before it, `[batch, response]`; sums stay."""
+    return torch.zeros_like(x).scatter_add(1, latest_sampled(mask), x)
+
+
 def turn_ends(turns: Tensor) -> Tensor:
     """Mask, 1 at the last token of each turn."""
     return turns.bool() & (turns != torch.nn.functional.pad(turns[:, 1:], (0, 1)))
@@ -422,10 +427,10 @@ def token_rewards(
     `[batch]`, is what
     to optimize: their sum if nothing shapes it. Where `completion_mask` is 0 the rewards are 0.
     """
-    latest = latest_sampled(completion_mask)
-    rewards = torch.zeros_like(token_scores).scatter_add(1, latest, token_scores)
+    rewards = at_sampled(token_scores, completion_mask)
     rewards = rewards - kl_coef * _masked(kl, completion_mask)
-    last = latest[:, -1]  # EOS, or the token at which the completion was truncated
+    # EOS, or the token at which the completion was truncated
+    last = latest_sampled(completion_mask)[:, -1]
     rows = torch.arange(len(rewards), device=rewards.device)
     rewards[rows, last] += (score - token_scores.sum(1)) * completion_mask.any(1)
     return rewards

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..ppo_math import (
     Reduction,
-    latest_sampled,
+    at_sampled,
     means_by_number,
     place_numbers,
     turn_ends,
@@ -21,10 +21,9 @@ STEPWISE_LAMBDA = 0.8
 def enter_at(token_scores: Tensor, places: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
     """Scores and places at sampled tokens, `[batch, response]`; each end of a turn is a place,
     too."""
-    latest = latest_sampled(turns.bool())
-    scores = torch.zeros_like(token_scores).scatter_add(1, latest, token_scores)
-    counts = torch.zeros_like(turns).scatter_add(1, latest, places.to(turns.dtype))
-    return scores, (counts > 0) & turns.bool() | turn_ends(turns)
+    mask = turns.bool()
+    counts = at_sampled(places.to(turns.dtype), mask)
+    return at_sampled(token_scores, mask), (counts > 0) & mask | turn_ends(turns)
 
 
 def explained_without_clock(

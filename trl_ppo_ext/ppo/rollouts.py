@@ -245,6 +245,8 @@ def sample(
     # 3. Log-probs under policy and reference, entropies and values, with the forward of the
     # updates.
     mask = sequences.completion_mask
+    # a score that enters where an environment writes is that of the token before
+    scored = scored._replace(tokens=ppo_math.at_sampled(scored.tokens, mask))
     if critic is not None:
         sequences = observed_by_critic(critic, sequences, scored.tokens, mask, run)
     with timed("forward", metrics):
