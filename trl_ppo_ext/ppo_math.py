@@ -146,6 +146,18 @@ def sums_by_number(
     return totals, counts
 
 
+def sums_of_row(x: Tensor, numbers: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of `x` and count over the mask within a completion, of the number at each token, `[batch,
+    response]`."""
+    dtype = torch.float32 if x.device.type == "mps" else torch.float64
+    sums = []
+    for chosen in (x.to(dtype) * mask, mask.to(dtype)):
+        table = chosen.new_zeros(len(x), MOST_PLACES).scatter_add(1, numbers, chosen)
+        sums.append(table.gather(1, numbers))
+    total, count = sums
+    return total, count
+
+
 def means_by_number(
     x: Tensor, numbers: Tensor, mask: Tensor, all_sum: Reduction = torch.clone
 ) -> Tensor:

@@ -11,7 +11,7 @@ from ..modeling.critics import Units
 from ..ppo_math import FEWEST, Moments, Reduction
 from .baseline import MEMORY, Groups, fit_baseline, means_of_others
 
-SOLVED = 0.1  # share of the largest unit of a run, below which advantages fade
+SOLVED = 0.1  # share of the largest deviation of a run, below which advantages fade
 TRUSTED = 0.5  # weight of a critic from which on its values are bootstrapped from as they are
 LARGEST = 100.0  # advantage and target of a critic, in units of the returns
 
@@ -179,29 +179,29 @@ def mean_of_others_at_place(
     x: Tensor, steps: Tensor, enters: Tensor, all_sum: Reduction = torch.clone
 ) -> Tensor:
     """Mean over other completions at the same number of a step, `[batch, response]`, shrunk to 0 if
-    they are fewer than eight.
+    they have fewer than eight.
 
     `enters` is 1 at the steps that the mean is made of. It depends on no step of the completion
-    itself, so it is a baseline without bias.
+    itself, of which several may share the last number, so it is a baseline without bias.
     """
     numbers = ppo_math.place_numbers(steps)
     totals, counts = ppo_math.sums_by_number(x, numbers, enters, all_sum)
-    own = x * enters
-    others = counts[numbers] - enters.to(counts.dtype)
-    return ((totals[numbers] - own) / others.clamp(min=FEWEST)).to(x.dtype)
+    own_total, own_count = ppo_math.sums_of_row(x, numbers, enters)
+    others = counts[numbers] - own_count
+    return ((totals[numbers] - own_total) / others.clamp(min=FEWEST)).to(x.dtype)
 
 
 def divide_by_unit(
-    result: AnyAdvantages, seen: Moments, largest_unit: float = 0.0
+    result: AnyAdvantages, seen: Moments, largest: float = 0.0
 ) -> AnyAdvantages:
     """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
 
-    The divisor is at least a tenth of the largest deviation of the run. So advantages fade once a
-    task is nearly solved, and the small differences that are left are not scaled up. A KL in the
-    loss is divided by the same unit. Advantages are clamped beyond what a return that counts in the
-    unit can reach.
+    The divisor is at least a tenth of the largest deviation of the run, but for one rollout whose
+    scores may have been broken. So advantages fade once a task is nearly solved, and the small
+    differences that are left are not scaled up. A KL in the loss is divided by the same unit.
+    Advantages are clamped beyond what a return that counts in the unit can reach.
     """
-    unit = max(seen.unit, SOLVED * largest_unit)
+    unit = max(seen.unit, SOLVED * largest)
     advantages = (result.advantages / unit).clamp(-LARGEST, LARGEST)
     return result._replace(advantages=advantages, unit=unit)
 

@@ -96,6 +96,17 @@ def test_mean_of_others_at_a_place_is_no_own_number():
     assert few[0].tolist() == pytest.approx([(2 + 4) / 8, (3 + 5) / 8])
 
 
+def test_end_of_the_longest_completion_is_not_compared_with_itself():
+    """Places have numbers up to 4,095, which all later tokens share."""
+    length = ppo_math.MOST_PLACES + 100
+    steps = torch.arange(length) < torch.full((9, 1), 50)
+    steps[0] = True
+    x = torch.randn(9, length) * steps
+    usual = mean_of_others_at_place(x, steps, steps)
+    assert usual[0, 49].item() == pytest.approx(x[1:, 49].mean().item(), abs=1e-6)
+    assert usual[0, 50:].abs().max() < 1e-9
+
+
 def test_completion_outside_the_mean_has_that_of_its_own_places():
     """One far beyond all others enters no mean, and is still compared place by place."""
     x = torch.arange(20.0).view(10, 2)
