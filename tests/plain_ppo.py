@@ -256,7 +256,8 @@ class Models:
     # the usual score at their position, at last tokens of completions and at all tokens before.
     squares_before_last: float = 0.0
     squares_at_last: float = 0.0
-    largest_unit: float = 0.0  # the largest deviation of returns so far
+    # the largest and the second largest deviation of the returns of a rollout so far
+    largest_deviations: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, which begins with "policy" for those of the policy."""
@@ -838,10 +839,13 @@ def advantages_of_critic(
 
     if settings.normalize_values:
         unit = units.end_rollout(outcomes, len(samples))
-        if units.returns.differ():
-            models.largest_unit = max(models.largest_unit, unit)
-        # The returns of a solved task hardly differ. A lower bound keeps their noise small.
-        unit = max(unit, 0.1 * models.largest_unit)
+        deviation = statistics.pstdev(outcomes)
+        if deviation > 1e-6 * abs(statistics.mean(outcomes)):
+            deviations = models.largest_deviations + [deviation]
+            models.largest_deviations = sorted(deviations, reverse=True)[:2]
+        # The returns of a solved task hardly differ. A lower bound keeps their noise small. It
+        # forgives one rollout with broken scores.
+        unit = max(unit, 0.1 * models.largest_deviations[1])
         for sample in samples:
             sample.advantages = [x / unit for x in sample.advantages]
             sample.unit *= unit

@@ -34,8 +34,9 @@ KL_ERROR_BOUND = 0.2
 # of a deviation, as a share of the mean: in the unit of returns that vary less, rounding is large
 UNIT_FLOOR = 1e-4
 ROUNDING = 1e-6  # of equal values in float32, as a share of their mean
-OUTLYING = 1e4  # times the squares of all other completions' deviations
-FEWEST = 8  # completions, of which one may be an outlier
+OUTLYING = 1000.0  # times the largest of the other scores
+OFF_SCALE = 1 / 4  # of a rollout's completions, at most; more of them have a scale of their own
+FEWEST = 8  # completions among which there are outliers, and a mean tells something
 # of scores in a completion; later ones share a number, so that tables have one size on all ranks
 MOST_PLACES = 4096
 TRUST = 2.0  # factor of a token's probability, per rollout, at which the default clip acts
@@ -587,27 +588,22 @@ class Moments(NamedTuple):
         return 1.0
 
 
-def outlier(totals: Tensor, counts: Tensor) -> Tensor:
-    """True at the total that is `OUTLYING` times as far, in squares, from the mean of all others as
-    these together.
+def outliers(totals: Tensor, counts: Tensor) -> Tensor:
+    """True at totals that are `OUTLYING` times as large as any other, of a quarter of the batch at
+    most.
 
-    `totals` and `counts` are `[batch]`, of all ranks. Nothing is an outlier among equal totals,
-    which have no scale, or among fewer than `FEWEST`.
+    `totals` and `counts` are `[batch]`, of all ranks. A rare success beside small penalties is none
+    of them. Nothing is an outlier among zeros, which have no scale, or among fewer than `FEWEST`.
     """
-    totals = totals.to(torch.float32 if totals.device.type == "mps" else torch.float64)
-    inside = totals[counts]
-    if len(inside) < FEWEST:
-        return torch.zeros_like(counts)
-    farthest = (totals - inside.median()).abs().masked_fill(~counts, -1).argmax()
-    others = counts.clone()
-    others[farthest] = False
-    mean = totals[others].mean()
-    squares = ((totals[others] - mean) ** 2).sum()
-    is_far = (totals[farthest] - mean) ** 2 > OUTLYING * squares
-    varies = squares > 1e-12 * mean**2 * len(inside)
-    result = torch.zeros_like(counts)
-    result[farthest] = is_far & varies
-    return result
+    sizes = totals.abs().masked_fill(~counts, 0).sort().values
+    smaller = sizes[:-1]
+    larger = sizes[1:]
+    number = counts.sum()
+    allowed = torch.where(number >= FEWEST, (number * OFF_SCALE).long(), 0)
+    left = torch.arange(len(smaller), 0, -1, device=totals.device)  # totals from each one on
+    is_jump = (smaller > 0) & (larger > OUTLYING * smaller) & (left <= allowed)
+    smallest = larger.masked_fill(~is_jump, torch.inf).amin() if len(larger) else torch.inf
+    return counts & (totals.abs() >= smallest)
 
 
 def adapt_kl_coef(

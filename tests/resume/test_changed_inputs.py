@@ -117,6 +117,21 @@ def test_changed_input_is_allowed_by_a_setting(run, tmp_path):
     assert again.state.global_step == 2
 
 
+def test_scores_of_another_scale_begin_anew(tmp_path):
+    """Deviations of the earlier rewards would silence those that are a thousandth as large."""
+    first = {"reward_weights": [1000.0, 0.0], "max_steps": 2}
+    trainer(tmp_path, **first).train()
+    again = trainer(
+        tmp_path,
+        reward_weights=[1.0, 0.0],
+        max_steps=4,
+        resume_with_changed_settings=True,
+    )
+    again.train(resume_from_checkpoint=True)
+    state = again.run_state
+    assert 0 < max(state.spreads) < 100 and state.critic.returns.unit < 100
+
+
 @pytest.mark.parametrize(
     ("changes", "listed", "rates"),
     [

@@ -131,6 +131,56 @@ def test_one_broken_score_does_not_set_the_unit_of_the_others(tmp_path, critic, 
     assert rollout.advantages[3].max() == rollout.returns[3].max() == 100
 
 
+@pytest.mark.parametrize("size", [500.0, 1e6])
+def test_rollout_with_broken_scores_does_not_silence_the_later_ones(tmp_path, size):
+    """Whether they are found, or not; in groups, where a verifier breaks on a prompt."""
+
+    def broken(completion_ids, trainer_state, **kwargs):
+        scores = [float(ids[0] % 5) for ids in completion_ids]
+        if trainer_state.global_step == 1:
+            scores[:2] = [size, size]
+        return scores
+
+    settings = {"num_generations": 2, "max_steps": 12}
+    run = trainer(tmp_path, reward_funcs=broken, **SIZES, **settings)
+    write_completions(run, lambda prompts: [[4 + n % 5, 1] for n in range(len(prompts))])
+    seen = rollouts_of(run)
+    logs = logs_of(run)
+    deviations = [rollout.advantages[rollout.advantages != 0].std() for rollout, *_ in seen]
+    assert 0.5 < deviations[-1] / deviations[0] < 2
+    assert logs[1]["outlying_completions"] == (2 if size == 1e6 else 0)
+
+
+def test_rare_success_beside_a_small_penalty_has_a_unit(tmp_path):
+    def solved(completion_ids, **kwargs):
+        return [float(row == 3) - 0.001 * len(ids) for row, ids in enumerate(completion_ids)]
+
+    run = trainer(tmp_path, reward_funcs=solved, **SIZES, max_steps=1)
+    [row] = logs_of(run)
+    assert row["outlying_completions"] == 0
+    assert run.run_state.critic.returns.unit == pytest.approx(15**0.5 / 16, rel=0.05)
+
+
+def test_side_critic_reads_a_reward_for_what_a_tool_answered(tmp_path):
+    """It enters at the last token that was sampled before."""
+
+    def paid(completion_ids, **kwargs):
+        return [[(len(ids) // 2, 3.0), (len(ids) - 1, 1.0)] for ids in completion_ids]
+
+    settings = SIZES | {"max_steps": 2, "max_completion_length": 24}
+    run = trainer(tmp_path, reward_funcs=paid, environment_factory=Costly, **settings)
+    write_completions(run, words)
+    seen = rollouts_of(run)
+    logs_of(run)
+    rollout, samples = seen[1]
+    mask = samples.sequences.completion_mask
+    scores = samples.scored.tokens
+    assert not scores[~mask].any() and scores.sum(1).tolist() == pytest.approx(
+        samples.scored.totals.tolist()
+    )
+    assert rollout.sequences.observed[:, -1].any()
+
+
 def test_solved_task_has_no_advantages_and_explains_nothing(tmp_path):
     run = trainer(
         tmp_path,

@@ -304,7 +304,9 @@ def usable_progress(checkpoint: Checkpoint, played: Tensor) -> Progress:
                 "The checkpoint's unfinished rollout is of the earlier settings; another one is "
                 "collected."
             )
-        progress = progress._replace(rollout=None, ahead=None)
+        progress = progress._replace(
+            run=progress.run.without_scores(), rollout=None, ahead=None
+        )
     # a run without a curriculum counts no rows
     is_same_size = progress.run.played.shape == played.shape
     are_same_rows = change.listed.keys().isdisjoint(("train_dataset", CURRICULUM))

@@ -193,8 +193,8 @@ def estimate_by_critic(
     critic = cast(Critic, components.actor_critic.value_head)
     usable = samples.scored.usable
 
-    # 1. One completion far from all others must not set the units of the others.
-    ordinary = usable & ~outlying(credit.rewards.sum(1), usable, groups)
+    # 1. Scores far beyond all others must not set the units of the others.
+    ordinary = usable & ~outlying(samples.scored.totals, usable, groups)
     metrics.total("outlying_completions", usable & ~ordinary)
 
     # 2. γ and λ, which follow from where scores tell something.
@@ -224,7 +224,11 @@ def estimate_by_critic(
         all_sum=components.all_sum,
     )
 
-    # 5. What the critic has seen, for the next rollout.
+    # 5. What the next rollouts must know: deviations, and rewards that the critic has seen.
+    enters = credit.steps & ordinary[:, None]
+    own = ppo_math.Moments().add(result.outcomes, enters, components.all_sum)
+    if own.varies:
+        run = run._replace(spreads=two_largest(*run.spreads, own.unit))
     counted = credit.response_mask & ordinary[:, None]
     rewards = run.critic.rewards.add(samples.scored.tokens, counted, components.all_sum, MEMORY)
     # values that were fitted to these very returns explain nothing yet
@@ -259,10 +263,9 @@ def whiten_advantages(
 
 def divide_by_unit_of_returns(samples: Samples, credit: Credit, run: RunState) -> Stepped:
     """Advantages in units of the deviation of returns."""
-    returns = run.critic.returns
-    if returns.varies:
-        run = run._replace(largest_unit=max(run.largest_unit, returns.unit))
-    result = divide_by_unit(Advantages(credit.advantages), returns, run.largest_unit)
+    # of one rollout the scores may have been broken
+    largest_but_one, _ = run.spreads
+    result = divide_by_unit(Advantages(credit.advantages), run.critic.returns, largest_but_one)
     return credit._replace(advantages=result.advantages, unit=credit.unit * result.unit), run
 
 
@@ -348,18 +351,24 @@ def fit_new_critic(
     return added, state._replace(first_fit=fit.weights)
 
 
+def two_largest(*values: float) -> tuple[float, float]:
+    """The second largest and the largest of some numbers."""
+    *_, second, first = sorted(values)
+    return second, first
+
+
 def outlying(totals: Tensor, usable: Tensor, groups: Groups) -> Tensor:
-    """True at the completion whose score is far beyond those of all others of a rollout,
+    """True at completions whose scores are far beyond those of all others of a rollout,
     `[batch]`."""
-    outlier = ppo_math.outlier(groups.gather(totals), groups.gather(usable))
-    if outlier.any():
+    outliers = ppo_math.outliers(groups.gather(totals), groups.gather(usable))
+    if outliers.any():
         logger.warning_once(
-            "A score is more than %g times as far from the others as these are from each other in "
-            "total; it does not enter the units of advantages and values. Further ones are "
-            "counted by `outlying_completions`.",
+            "A score is more than %g times as large as others of its rollout; it does not enter "
+            "the units of advantages and values. Such scores are counted by "
+            "`outlying_completions`.",
             ppo_math.OUTLYING,
         )
-    return groups.own(outlier, totals)
+    return groups.own(outliers, totals)
 
 
 def discounts_of(

@@ -24,12 +24,18 @@ class RunState(NamedTuple):
     scores: Mapping[str, Moments] = {}  # of completions
     outcomes: Mapping[str, Moments] = {}  # of what enters at last tokens
     critic: CriticState = CriticState()
-    largest_unit: float = 0.0  # largest deviation of returns in the run so far
+    # the second largest and the largest deviation of returns within a rollout
+    spreads: tuple[float, float] = (0.0, 0.0)
     information: Information = Information()  # of scores, by which the default λ is chosen
     # of reward models that score prefixes, by name
     foresight: Mapping[str, Foresight] = {}
     # [2, rows] episodes of each row, and the sum of their scores, for a curriculum
     played: Tensor = torch.zeros(2, 0)
+
+    def without_scores(self) -> "RunState":
+        """State without statistics of scores: those of other settings have another scale."""
+        critic = self.critic._replace(returns=Moments(), rewards=Moments())
+        return RunState(self.kl_coef, critic=critic, played=self.played)
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers of a checkpoint, which has tensors elsewhere."""
@@ -47,6 +53,7 @@ class RunState(NamedTuple):
             key: Foresight(*numbers) for key, numbers in saved["foresight"].items()
         }
         fields["information"] = Information(*saved["information"])
+        fields["spreads"] = tuple(saved["spreads"])
         fields["critic"] = CriticState.from_json(saved["critic"])
         return cls(**fields)
 

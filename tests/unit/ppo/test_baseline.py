@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trl_ppo_ext.ppo.baseline import FOLDS, Groups, fit_baseline, means_of_others
-from trl_ppo_ext.ppo_math import Moments, explained_variance, outlier
+from trl_ppo_ext.ppo_math import Moments, explained_variance, outliers
 
 
 def fitted(returns, predictors, groups=Groups(), seen=Moments(), counts=None):
@@ -213,8 +213,22 @@ def test_baseline_has_no_bias(size, missing, seen):
 
 def test_one_score_of_a_million_is_an_outlier():
     totals = torch.cat([torch.randn(31), torch.tensor([1e6])])
-    assert outlier(totals, torch.ones(32).bool()).nonzero().flatten().tolist() == [31]
-    assert not outlier(totals, totals < 1e5).any()  # it was excluded already
+    assert outliers(totals, torch.ones(32).bool()).nonzero().flatten().tolist() == [31]
+    assert not outliers(totals, totals < 1e5).any()  # it was excluded already
+
+
+@pytest.mark.parametrize("broken, found", [(1, 1), (2, 2), (8, 8), (9, 0), (32, 0)])
+def test_scores_of_a_broken_prompt_are_outliers_unless_they_are_many(broken, found):
+    totals = torch.randn(32)
+    totals[:broken] = torch.tensor([1e6, -1e5]).repeat(16)[:broken]
+    assert outliers(totals, torch.ones(32).bool()).nonzero().flatten().tolist() == [*range(found)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_few_completions_have_no_outliers(count):
+    totals = torch.randn(32)
+    totals[0] = 1e6
+    assert not outliers(totals, torch.arange(32) < count).any()
 
 
 @pytest.mark.parametrize("count", [8, 64, 256])
@@ -222,5 +236,8 @@ def test_rare_successes_and_normal_scores_are_no_outliers(count):
     one = torch.zeros(count)
     one[3] = 1.0
     drawn = [torch.zeros(count), torch.randn(count), torch.randn(count).exp()]
-    for totals in (one, *drawn, one + 0.1 * torch.randn(count), one + 0.01 * torch.randn(count)):
-        assert not outlier(totals, torch.ones(count).bool()).any()
+    small = [one + size * torch.randn(count) for size in (0.1, 0.01)]
+    # a penalty for length
+    small.append(one - 0.001 * torch.randint(1, 20, (count,)))
+    for totals in (one, *drawn, *small):
+        assert not outliers(totals, torch.ones(count).bool()).any()

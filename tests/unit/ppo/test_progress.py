@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 RUN = RunState(
     0.05,
     critic=CriticState(Moments(3.0, 1.0, 2.0), Moments(4.0, 0.5, 1.0), torch.tensor([1.0, -2.0])),
-    largest_unit=0.7,
+    spreads=(0.6, 0.7),
     played=torch.tensor([[1.0, 0.0], [2.5, 0.0]], dtype=torch.float64),
 )
 
