@@ -67,6 +67,7 @@ def settle_trainer_arguments(
     """Check the arguments of [`PPOTrainer`] before anything is loaded, and set what they imply."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
+    args.check_unchanged()
     if args.n_gpu > 1:
         raise ValueError(
             f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; start one "

@@ -448,6 +448,20 @@ class PPOConfig(TRLFields, TrainingArguments):
         self._settle_devices()
         self._settle_data()
         self._settle_sizes()
+        # 5. Fields of PPO, from which others have followed by now
+        inherited = {entry.name for entry in fields(TrainingArguments)}
+        own = [entry.name for entry in fields(self) if entry.name not in inherited]
+        self.settled = {name: getattr(self, name) for name in own}
+
+    def check_unchanged(self) -> None:
+        """Raise if fields of PPO were set after the construction, which nothing followed."""
+        changed = [name for name, x in self.settled.items() if getattr(self, name) != x]
+        if changed:
+            names = ", ".join(f"`{name}`" for name in changed)
+            raise ValueError(
+                f"{names} of the config changed after it was built, and what follows from that did "
+                "not; pass new values to `PPOConfig(...)`."
+            )
 
     def _choose_precision(self) -> None:
         """Bfloat16 where it is fast, or what the launcher says."""

@@ -64,6 +64,27 @@ def test_curriculum_for_a_stream_raises(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "name, value", [("kl_coef", 0.5), ("beta", 0.5), ("critic", "none"), ("epsilon", 0.1)]
+)
+def test_field_that_is_set_after_the_construction_is_refused(
+    tmp_path, nothing_is_loaded, name, value
+):
+    """What follows from it, e.g. whether the reference is read, would not."""
+    args = config(tmp_path)
+    setattr(args, name, value)
+    args.learning_rate = 1e-4  # nothing follows from it
+    with pytest.raises(ValueError, match=rf"^`{name}` of the config changed .*PPOConfig\("):
+        build(tmp_path, {"args": args})
+
+
+def test_replaced_training_data_are_refused(tmp_path):
+    built = build(tmp_path, {})
+    built.train_dataset = prompts(5)
+    with pytest.raises(ValueError, match="`train_dataset` was replaced .*build another trainer"):
+        built.train()
+
+
+@pytest.mark.parametrize(
     "settings", [{"num_generations": 2}, {"critic": "none", "advantage_estimator": "rebn"}]
 )
 def test_dropped_groups_need_groups(tmp_path, settings):
