@@ -291,6 +291,11 @@ class PPOTrainer(Trainer):
             callbacks=callbacks,
             optimizers=cast(Any, optimizers),
         )
+        # by this constructor; others that are evaluated are not
+        self._tokenized = [train_dataset]
+        self._tokenized += (
+            eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+        )
         set_seed(args.seed, device_specific=True)  # ranks must not sample with the same noise
         distributed.enable_fsdp_on_cpu(self)
         if self.is_fsdp_enabled:  # before anything refers to parameters, which FSDP replaces
@@ -652,10 +657,7 @@ class PPOTrainer(Trainer):
         its micro-batches."""
         self._restore_process_state()
         if not is_training:
-            sets = [self.eval_dataset]
-            if isinstance(self.eval_dataset, dict):
-                sets = list(self.eval_dataset.values())
-            if not any(dataset is x for x in sets):  # those were tokenized by the constructor
+            if not any(dataset is x for x in self._tokenized):
                 dataset = self._tokenize(
                     dataset, name=f"{'test' if description == 'test' else 'eval'}_dataset"
                 )
@@ -671,14 +673,18 @@ class PPOTrainer(Trainer):
             )
             return self._unpinned_loader(dataset, description, **kwargs)
 
+        if not any(dataset is x for x in self._tokenized):
+            raise ValueError(
+                "`train_dataset` was replaced after the trainer was built, which has checked and "
+                "tokenized the first one; build another trainer with the new one."
+            )
+
         def steps() -> tuple[int, int]:
             step = self.state.global_step
             last = self.state.max_steps
-            stops = [
-                x for x in self.callback_handler.callbacks if isinstance(x, EarlyStoppingCallback)
-            ]
             ended = any(
-                x.early_stopping_patience_counter >= x.early_stopping_patience for x in stops
+                x.early_stopping_patience_counter >= x.early_stopping_patience
+                for x in self._early_stops
             )
             # a run that was stopped early is not continued
             return last if step and ended else step, last
@@ -875,7 +881,16 @@ class PPOTrainer(Trainer):
             answers = Path(output_dir, record.ANSWERS)
             delete = partial(shutil.rmtree, answers, ignore_errors=True)
             distributed.on_every_rank(delete, runs=is_writer)
-        return None if self._resumed is None else self._resumed.directory
+        if self._resumed is not None:
+            return self._resumed.directory
+        for callback in self._early_stops:  # of an earlier training
+            callback.early_stopping_patience_counter = 0
+        return None
+
+    @property
+    def _early_stops(self) -> list[EarlyStoppingCallback]:
+        callbacks = self.callback_handler.callbacks
+        return [x for x in callbacks if isinstance(x, EarlyStoppingCallback)]
 
     def _train(self, checkpoint: str | None, *args, **kwargs) -> Any:
         """Run the Trainer's loop; after an error save a checkpoint of the last complete step."""

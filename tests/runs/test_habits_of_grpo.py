@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from processes import finished, start
 from runs_of_tiny import rollouts_of, trainer, weights, write_completions
 from tiny import config, length_reward, llama, prompts, tokenizer
+from transformers import EarlyStoppingCallback
 from trl import BEMACallback, GRPOTrainer, LogCompletionsCallback, SyncRefModelCallback
 
 from trl_ppo_ext import PPOTrainer
@@ -163,6 +164,30 @@ def test_predict_returns_metrics(trained):
 def test_evaluate_accepts_a_list_of_rows(trained):
     rows = prompts(4)
     assert trained.evaluate(rows.to_list())["eval_reward"] == trained.evaluate(rows)["eval_reward"]
+
+
+def test_evaluation_data_may_be_replaced(tmp_path):
+    built = trainer(tmp_path, eval_dataset={"a": prompts(4), "b": prompts(3)}, max_steps=1)
+    first = built.evaluate()["eval_a_reward"]
+    built.eval_dataset = prompts(4)
+    assert built.evaluate()["eval_reward"] == first
+
+
+def test_callback_that_stopped_a_run_does_not_stop_the_next(tmp_path):
+    settings = {"max_steps": 8, "eval_steps": 6, "eval_strategy": "steps"}
+    stops = EarlyStoppingCallback(1)
+    built = trainer(
+        tmp_path,
+        reward_funcs=lambda completions, **_: [1.0] * len(completions),
+        dataset=prompts(8),
+        eval_dataset=prompts(4),
+        metric_for_best_model="eval_reward",
+        callbacks=[stops],
+        **settings,
+    )
+    stops.early_stopping_patience_counter = 1  # after an earlier training
+    built.train()
+    assert built.state.global_step == 8
 
 
 def test_completions_are_logged_under_any_prefix(trained):
