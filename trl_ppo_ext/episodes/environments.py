@@ -7,8 +7,10 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
@@ -16,7 +18,7 @@ from trl import is_conversational
 
 from ..concurrency import FAILURES, called, in_thread, leave_blocked_loops, started
 from ..config import EARLIER_NAME, PRIVILEGED_STATE
-from ..data import PromptError, with_prompts
+from ..data import TOKEN_COLUMNS, PromptError, with_prompts
 from ..redaction import redacted, shortened
 from ..rewards import RewardError, ScoringBatch
 from ..rewards.scoring import CPU, guarded, seeded
@@ -82,6 +84,28 @@ class ToolEnvironment:
                 )
         self.with_state = {tool.__name__ for tool in methods}
 
+    def schemas(self) -> list[dict]:
+        """Schemas of the tools."""
+        schemas = []
+        for name, tool in self.tools.items():
+            try:
+                schemas.append(get_json_schema(tool))
+            except Exception as error:  # e.g. of a method without docstring
+                if name == "step" and name in self.with_state:
+                    raise self._seed_error() from error
+                raise
+        return schemas
+
+    def _seed_error(self) -> TypeError:
+        """Error of a plain environment that is taken for one with tools."""
+        name = type(self.instance).__name__
+        return TypeError(
+            f"`reset` of the environment `{name}` must have a parameter `seed` if `step` returns "
+            f"(observation, reward, done), got {inspect.signature(self.instance.reset)}; add "
+            "`seed`. Without it `step` is a tool, which needs type hints and a docstring, and "
+            "returns text or a `StepResult`."
+        )
+
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
         """First observation, which is appended to the prompt."""
         return None if self.instance is None else await called(self.instance.reset, **row)
@@ -128,11 +152,26 @@ class ToolEnvironment:
             text = str({"error": redacted(str(error))})
             failed = True
         name = encodable(call.get("function", call).get("name", "unknown"))
+        # the policy would read the reward, and nothing would learn from it
+        if name == "step" and name in self.with_state and _is_transition(result):
+            raise self._seed_error()
         message = {"role": "tool", "name": name, "content": encodable(text)}
         reward, done = (
             (result.reward, _flag(result.done)) if isinstance(result, StepResult) else (None, False)
         )
         return Answer([message], reward, done, failed=[failed])
+
+
+def _is_transition(result: Any) -> bool:
+    """Check if a result is that of a plain environment's `step`: (observation, reward, done)."""
+    if not (isinstance(result, tuple) and len(result) in (3, 5)):
+        return False
+    observation, reward, done = result[:3]
+    return (
+        isinstance(observation, str | None)
+        and isinstance(reward, Real)
+        and isinstance(done, bool | np.bool_)
+    )
 
 
 def _flag(done: Any) -> bool:
@@ -155,17 +194,41 @@ class TextEnvironment:
 
     def __init__(self, instance: Any):
         self.instance = instance
-        # `reset(*, seed, options)` of Gymnasium, `reset(seed)` of gem
-        names = list(inspect.signature(instance.reset).parameters)
-        if "options" in names or names[0] == "seed":
-            self.keywords = names
-        else:
-            self.keywords = []
+        self.signature = inspect.signature(instance.reset)
+        parameters = self.signature.parameters.values()
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        self.names = {x.name for x in parameters if x.kind not in variable}
+        self.takes_all = any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters)
+
+    def schemas(self) -> list[dict]:
+        """Schemas of tools: none."""
+        return []
+
+    def _arguments(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
+        """Arguments of `reset`: the seed, and the row as a dict or by its columns."""
+        if self.names & {"row", "options"}:  # the latter is Gymnasium's
+            values = {"row": row, "options": row, "seed": seed}
+        else:  # as in TRL
+            values = row | {"seed": seed}
+            if self.takes_all:
+                return values
+        return {name: x for name, x in values.items() if name in self.names}
+
+    def check_columns(self, columns: set[str]) -> None:
+        """Raise if `reset` needs a parameter that is not a column."""
+        try:
+            self.signature.bind(**self._arguments(dict.fromkeys(columns), 0))
+        except TypeError as error:
+            raise TypeError(
+                f"`reset` of the environment `{type(self.instance).__name__}` must take `row` (a "
+                f"dict of the columns) and `seed`, or columns by name, got {self.signature} for "
+                f"the columns {sorted(columns)}; use `reset(self, row, seed)`, or "
+                "`reset(self, seed, **columns)`."
+            ) from error
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
         """First observation; a second value, the info, is dropped."""
-        given = {name: x for name, x in (("seed", seed), ("options", row)) if name in self.keywords}
-        result = await called(self.instance.reset, *(() if given else (row, seed)), **given)
+        result = await called(self.instance.reset, **self._arguments(row, seed))
         if isinstance(result, tuple):
             return result[0]
         return result
@@ -201,10 +264,11 @@ class Kind:
         self.tools = tools
         self.type: Any = None if factory else type(None)  # of its instances, without wrappers
         self.made = {True: 0, False: 0}
-        self.pool = [self.make()]
+        self.first = self.make()
+        self.pool = [self.first]
         # of training, and of evaluations, which may not change it
         self.pools = {True: self.pool, False: []}
-        self.schemas = [get_json_schema(tool) for tool in self.pool[0].tools.values()]
+        self.schemas = self.first.schemas()
 
     def make(
         self, trains: bool = True, device: torch.device = CPU
@@ -250,6 +314,8 @@ class Environments:
             )
         self.rollout_func = rollout_func
         self.by_name = isinstance(factory, dict)
+        # columns that `reset` does not get
+        self.hidden = TOKEN_COLUMNS | ({"environment"} if self.by_name else set())
         if isinstance(factory, dict):
             factories = factory
         else:
@@ -304,13 +370,19 @@ class Environments:
         return self.kinds[name]
 
     def checked(self, dataset: Any) -> Any:
-        """Return a dataset whose rows name known environments; those of a stream are checked
-        when they are read."""
-        if self.by_name and hasattr(dataset, "unique"):
-            for name in (
-                dataset.unique("environment") if "environment" in dataset.column_names else [None]
-            ):
-                self.kind({"environment": name})
+        """Return a dataset whose rows name known environments, which take their columns; those
+        of a stream are checked when they are read."""
+        if not (self and hasattr(dataset, "unique")):
+            return dataset
+        if self.by_name and "environment" in dataset.column_names:
+            names = dataset.unique("environment")
+        else:
+            names = [None]
+        columns = set(dataset.column_names) - self.hidden
+        for name in names:
+            environment = self.kind({"environment": name}).first  # the pool may be empty
+            if isinstance(environment, TextEnvironment):
+                environment.check_columns(columns)
         return dataset
 
     def prepare(

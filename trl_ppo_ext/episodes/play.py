@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..concurrency import called
 from ..config import PRIVILEGED_STATE, PPOConfig
-from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, encode, prompt_limit, row_template_kwargs
+from ..data import NO_PROMPT, PromptError, encode, prompt_limit, row_template_kwargs
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..rewards.scoring import guarded, own_random, seeded
@@ -130,7 +130,7 @@ class EnvironmentPlayer(Player):
         # 2. Take an environment for each row.
         record = self._record(step)
         resets = []
-        hidden = TOKEN_COLUMNS | ({"environment"} if self.environments.by_name else set())
+        hidden = self.environments.hidden
         for number, (episode, row, seed) in enumerate(zip(episodes, rows, seeds)):
             episode.kind = self.environments.kind(row)
             free = episode.kind.pools[self.trains]

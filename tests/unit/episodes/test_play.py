@@ -445,6 +445,138 @@ def test_environment_of_gem_is_played_under_its_own_name():
         assert scores(player, episodes) == {"Gem": [one.rewards, two.rewards]}
 
 
+def by_columns(self, seed=None, **columns):
+    return columns, seed
+
+
+def by_a_column_and_others(self, secret, seed, **others):
+    return {"secret": secret, **others}, seed
+
+
+def by_a_column(self, secret, seed=None):
+    return {"secret": secret}, seed
+
+
+def by_row_after_the_seed(self, seed=None, row=None):
+    return row, seed
+
+
+def by_options(self, *, seed=None, options=None, **others):
+    return options | others, seed
+
+
+def by_row_and_others(self, row, seed, **others):
+    return row | others, seed
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        by_columns,
+        by_a_column_and_others,
+        by_a_column,
+        by_row_after_the_seed,
+        by_options,
+        by_row_and_others,
+    ],
+)
+def test_reset_of_a_plain_environment_gets_what_it_names(signature):
+    class Named(Walk):
+        @wraps(signature)
+        def reset(self, *args, **kwargs):
+            self.place = 0
+            self.row, self.seed = signature(self, *args, **kwargs)
+
+    rows = rows_of("alpha", secret=["seven"])
+    player = player_of({"alpha": ["x", "right"]}, rows, factory=Named)
+    player.environments.checked(Dataset.from_list(rows))
+    [episode] = played(player, rows, [11])
+    whole = {"prompt": [{"role": "user", "content": "alpha"}], "secret": "seven"}
+    if signature is by_a_column:
+        expected = {"secret": "seven"}
+    else:
+        expected = whole
+    assert episode.error is None
+    assert (episode.environment.row, episode.environment.seed) == (expected, 11)
+
+
+def test_reset_that_names_no_column_raises_before_training():
+    class Misnamed(Walk):
+        def reset(self, question, seed=None):
+            return question
+
+    environments = Environments(None, {"misnamed": Misnamed, "walk": Walk})
+    rows = rows_of("alpha", "beta", environment=["walk", "misnamed"], secret=["a", "b"])
+    environments.checked(Dataset.from_list(rows[:1]))
+    message = (
+        r"`reset` of the environment `Misnamed` must take `row` .*, got \(question, seed=None\) "
+        r"for the columns \['prompt', 'secret'\]; use `reset\(self, row, seed\)`"
+    )
+    with pytest.raises(TypeError, match=message):
+        environments.checked(Dataset.from_list(rows))
+
+
+class Seedless:
+    """Plain environment whose `reset` lacks the seed, so `step` is a tool."""
+
+    result = ("you moved", 1.0, True)
+
+    def reset(self, **row):
+        pass
+
+    def step(self, text: str):
+        """
+        Take a step.
+
+        Args:
+            text: Where to.
+        """
+        return self.result
+
+
+class Undocumented(Seedless):
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Take a step."""
+
+
+WITHOUT_SEED = r"`reset` of the environment `{}` must have a parameter `seed` if `step` returns .*"
+
+
+def test_environment_whose_reset_lacks_the_seed_raises():
+    message = WITHOUT_SEED.format("Undocumented") + r"got \(\*\*row\); add `seed`"
+    with pytest.raises(TypeError, match=message):
+        Environments(None, Undocumented)
+
+
+@pytest.mark.parametrize(
+    ("result", "is_transition"),
+    [
+        (("you moved", 1.0, True), True),
+        (("on", numpy.float32(1), numpy.bool_(False), False, {}), True),
+        ((None, 0, True), True),
+        (("you moved", "north", True), False),
+        ((3, 4, 5), False),
+        (("you moved", True), False),
+        ("you moved", False),
+        (StepResult("you moved", 1.0, True), False),
+    ],
+)
+def test_transition_that_a_tool_returns_fails_its_episode(result, is_transition):
+    class Fixed(Seedless):
+        pass
+
+    Fixed.result = result
+    rows = rows_of("alpha")
+    turns = {"alpha": [call("step", text="left"), "bye"]}
+    [episode] = played(player_of(turns, rows, factory=Fixed), rows)
+    if is_transition:
+        with pytest.raises(TypeError, match=WITHOUT_SEED.format("Fixed")):
+            raise episode.error
+    else:
+        assert episode.error is None
+        assert (episode.messages + episode.unread)[1]["content"] == str(result)
+
+
 @pytest.mark.parametrize(("limit", "turns"), [(2, 2), (1, 1), (0, 1)])
 def test_iteration_limit_cuts_a_plain_episode_after_its_step(limit, turns):
     rows = rows_of("alpha")
