@@ -21,7 +21,7 @@ from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError, ppo_math
 from trl_ppo_ext import trainer as trainer_module
-from trl_ppo_ext.data import weighted_rows
+from trl_ppo_ext.data import REWARD_ARGUMENTS, weighted_rows
 from trl_ppo_ext.modeling.loading import load_actor_critic
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.updates import ppo_loss
@@ -844,6 +844,18 @@ def test_rollout_function_must_return_an_entry_per_prompt(tmp_path, short):
 )
 def test_completions_of_a_rollout_function_are_checked(tmp_path, entries, message):
     run = chat_trainer(tmp_path, {}, zeros, rollout_func=lambda *_: entries and ENTRIES | entries)
+    with pytest.raises(ValueError, match=message):
+        run.train()
+
+
+@pytest.mark.parametrize("name", sorted({*REWARD_ARGUMENTS} - {"completion_ids"}))
+def test_rollout_function_cannot_replace_what_rewards_read(tmp_path, name):
+    output = ENTRIES | {name: ["other"] * 4}
+    run = chat_trainer(tmp_path, {}, zeros, rollout_func=lambda *_: output)
+    message = (
+        "`rollout_func` must not return arguments of reward functions, .*"
+        rf"got \['{name}'\]; drop or rename"
+    )
     with pytest.raises(ValueError, match=message):
         run.train()
 

@@ -15,7 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ..concurrency import called
 from ..config import PRIVILEGED_STATE, PPOConfig
-from ..data import NO_PROMPT, PromptError, encode, prompt_limit, row_template_kwargs
+from ..data import (
+    NO_PROMPT,
+    REWARD_ARGUMENTS,
+    PromptError,
+    encode,
+    prompt_limit,
+    row_template_kwargs,
+)
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..rewards.scoring import guarded, own_random, seeded
@@ -377,6 +384,12 @@ class FunctionPlayer(Player):
         else:
             output = {}
         output.pop("logprobs", None)  # they are computed with the forward of the updates
+        reserved = sorted(output.keys() & set(REWARD_ARGUMENTS) - {"completion_ids"})
+        if reserved:
+            raise ValueError(
+                "`rollout_func` must not return arguments of reward functions, which the trainer "
+                f"computes, got {reserved}; drop or rename these entries."
+            )
         for name, x in output.items():
             # those would be padded
             if hasattr(x, "tolist") and name not in ("prompt_ids", "completion_ids"):
