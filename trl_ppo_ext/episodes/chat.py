@@ -19,10 +19,16 @@ _RESPONSE = {"role": "tool", "name": "dummy", "content": "dummy"}
 CHARACTERS = 64
 
 
-def encodable(text: str) -> str:
-    """Text without lone surrogates, e.g. half an emoji in the JSON of a tool call, which no
-    tokenizer encodes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+def encodable(texts: Any) -> Any:
+    """A copy of text or messages without lone surrogates, e.g. half an emoji in the JSON of a
+    tool call, which no tokenizer encodes."""
+    if isinstance(texts, str):
+        return texts.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(texts, dict):
+        return {encodable(name): encodable(x) for name, x in texts.items()}
+    if isinstance(texts, list):
+        return [encodable(x) for x in texts]
+    return texts
 
 
 class ChatFormat:

@@ -27,7 +27,7 @@ from ..distributed import on_every_rank
 from ..modeling import ActorCritic
 from ..rewards.scoring import guarded, own_random, seeded
 from ..text import protected, text_only
-from .chat import CHARACTERS
+from .chat import CHARACTERS, encodable
 from .environments import (
     Environments,
     TextEnvironment,
@@ -249,17 +249,22 @@ class EnvironmentPlayer(Player):
     def _observe(self, episode: Episode, observation: Any) -> None:
         """Add the first observation to the prompt."""
         limit = self.prompt_limit
+        longest = CHARACTERS * limit
         try:
-            if isinstance(observation, str) and len(observation) > CHARACTERS * limit:
-                raise PromptError(
-                    f"`reset` returned {len(observation)} characters, but {limit} tokens fit"
-                )
+            observation = encodable(observation)
+            end = observation
+            if isinstance(observation, str) and len(observation) > longest:
+                if not self.truncates:
+                    raise PromptError(
+                        f"`reset` returned {len(observation)} characters, but {limit} tokens fit"
+                    )
+                end = observation[-longest:]
             kwargs = dict(episode.template_kwargs or {})
             if episode.kind.schemas:
                 kwargs["tools"] = episode.kind.schemas
             prompt = with_observation(episode.prompt, observation)
             # what the environment spells is text
-            marked = protected(observation, self.tokenizer, kwargs.get("chat_template"))
+            marked = protected(end, self.tokenizer, kwargs.get("chat_template"))
             ids = (
                 encode(with_observation(episode.prompt, marked), self.tokenizer, kwargs)
                 or episode.prompt_ids

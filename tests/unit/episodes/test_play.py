@@ -1055,6 +1055,51 @@ class Page(Secret):
         return self.privileged_state()
 
 
+class Begins(Walk):
+    """Plain environment whose first observation is in its row."""
+
+    def reset(self, row, seed):
+        self.place = 0
+        return row["first"]
+
+
+def test_overlong_first_observation_keeps_its_last_tokens():
+    first = "secret " * 100 + "end"
+    rows = rows_of("alpha", first=[first])
+    settings = {"max_prompt_length": 30, "factory": Begins}
+    turns = {"": ["right"] * 3}
+    [refused] = played(player_of(turns, rows, **settings), rows)
+    assert str(refused.error).startswith("the prompt with the observation has")
+    for text in (first, "z" * 30 * 64 + first):  # the second one is not tokenized as a whole
+        rows = rows_of("alpha", first=[text])
+        player = player_of(turns, rows, overlong_prompts="truncate", **settings)
+        [episode] = played(player, rows)
+        assert episode.error is None and episode.turns == 3 and len(episode.prompt_ids) == 30
+        decoded = player.chat.tokenizer.decode(episode.prompt_ids)
+        assert decoded.endswith("end<|im_end|>\n<|im_start|>assistant\n")
+        # rewards read the whole prompt
+        assert episode.prompt[-1]["content"] == f"alpha{text}"
+
+
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_lone_surrogate_in_the_first_observation_is_replaced(as_messages):
+    first = "half \ud83d, whole \U0001f600"
+    if as_messages:
+        first = [{"role": "user", "content": first}]
+
+    class Half(Walk):
+        def reset(self, row, seed):
+            self.place = 0
+            return first
+
+    rows = rows_of("alpha")
+    player = player_of({"": ["right"] * 3}, rows, factory=Half)
+    [episode] = played(player, rows)
+    expected = "half ?, whole \U0001f600"
+    assert episode.error is None and episode.prompt[-1]["content"].endswith(expected)
+    assert expected in player.chat.tokenizer.decode(episode.prompt_ids)
+
+
 class Story(Walk):
     """Plain environment that does the same."""
 
