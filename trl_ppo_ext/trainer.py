@@ -1035,8 +1035,11 @@ class PPOTrainer(Trainer):
         state = {
             "run": self.run_state.to_json(),
             "settings": files.run_settings(self.args) | self._inputs,
+            # for `trl-ppo chat`; a resumed run compares the digest among its inputs
+            "chat_template_kwargs": self.args.to_dict()["chat_template_kwargs"],
         }
-        Path(directory, files.STATE).write_text(json.dumps(state, indent=2))
+        text = json.dumps(state, indent=2, default=str)
+        Path(directory, files.STATE).write_text(text)
         self.processing_class.save_pretrained(directory)
         hub.model_card(self, final_directory).save(os.path.join(directory, "README.md"))
 

@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, set_seed
-from transformers.utils import logging
+from transformers.utils import has_file, logging
 
+from ..data import encode, row_template_kwargs
 from ..episodes.generator import stop_token_ids
+from ..modeling.adapters import STATE, read_state
 from ..redaction import printable
 
 NAMES = ("base", "adapter")
@@ -34,39 +36,46 @@ class Voice:
         has_adapter: bool,
         chats: bool,
         seed: int = 0,
+        template_kwargs: dict[str, Any] | None = None,
     ):
         self.model = model
         self.tokenizer = tokenizer
         self.has_adapter = has_adapter
         self.chats = chats
         self.seed = seed
+        self.template_kwargs = template_kwargs or {}
         self.answers = 0
         self.messages = list[dict[str, str]]()
 
     def answer(self, text: str, sampling: dict[str, Any]) -> str:
         """Answer a message of the conversation, or continue the text."""
-        if not self.chats:
-            inputs = self.tokenizer(text, return_tensors="pt")
-        else:
+        # a prompt is encoded as in training
+        if self.chats:
             self.messages.append({"role": "user", "content": text})
-            inputs = self.tokenizer.apply_chat_template(
-                self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        inputs = inputs.to(self.model.device)
+            ids = encode(self.messages, self.tokenizer, self.template_kwargs)
+        else:
+            ids = encode(text, self.tokenizer, {})
+        prompt = torch.tensor([ids], device=self.model.device)
         # the same random numbers for both, and others for each answer
         set_seed(self.seed + self.answers)
         self.answers += 1
         with nullcontext() if self.has_adapter else self.model.disable_adapter():
-            tokens = self.model.generate(**inputs, **sampling)
-        completion = tokens[0, inputs["input_ids"].shape[1] :]
+            tokens = self.model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                tokenizer=self.tokenizer,  # which finds stop strings
+                **sampling,
+            )
+        completion = tokens[0, len(ids) :]
         answer = self.tokenizer.decode(completion, skip_special_tokens=True)
         if self.messages:
             self.messages.append({"role": "assistant", "content": answer})
         return answer
 
 
-def load(run_dir: str, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load an adapter on its base, and its tokenizer, with PEFT and transformers only."""
+def load(run_dir: str, dtype: str) -> tuple[Any, PreTrainedTokenizerBase, dict[str, Any]]:
+    """Load an adapter on its base and its tokenizer, with PEFT and transformers only, and the
+    training's arguments of the chat template."""
     if Path(run_dir).exists() and not Path(run_dir, CONFIG_NAME).is_file():
         raise ValueError(
             f"`{run_dir}` must have an adapter ({CONFIG_NAME}); pass the `output_dir` of a run "
@@ -75,14 +84,22 @@ def load(run_dir: str, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
     logging.disable_progress_bar()
     model = AutoPeftModelForCausalLM.from_pretrained(run_dir, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(run_dir)
-    # as in training: the stops of both, and no filter or penalty of the base's own config
-    stops = stop_token_ids(tokenizer, model.generation_config)
+    # an adapter of another trainer has no state
+    state = read_state(run_dir) if has_file(run_dir, STATE) else {}
+    settings = state.get("settings", {})
+    # as in training: its stops and those of both, and no filter or penalty of the base's own config
+    stops = stop_token_ids(tokenizer, model.generation_config, settings.get("stop_token_ids"))
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    plain = GenerationConfig(eos_token_id=stops or None, pad_token_id=pad)
+    plain = GenerationConfig(
+        eos_token_id=stops or None,
+        pad_token_id=pad,
+        stop_strings=settings.get("stop_strings"),
+    )
     model.generation_config = model.get_base_model().generation_config = plain
     if torch.cuda.is_available():
         model = model.to("cuda")
-    return model, tokenizer
+    # an earlier version did not save them
+    return model, tokenizer, state.get("chat_template_kwargs") or {}
 
 
 def lines(console: Console) -> Iterator[str]:
@@ -109,15 +126,26 @@ def talk(options: argparse.Namespace) -> None:
     """Answer the prompts of the command line, or those that are typed."""
     if not all(text.strip() for text in options.prompt or []):
         raise ValueError("`--prompt` must have text; omit it to type your messages.")
-    model, tokenizer = load(options.run_dir, options.dtype)
+    model, tokenizer, template_kwargs = load(options.run_dir, options.dtype)
+    template_kwargs = row_template_kwargs(
+        {"chat_template_kwargs": options.chat_template_kwargs}, template_kwargs
+    )
     sampling: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
     if options.temperature > 0:
         # `generate` has a filter of its own, the 50 most probable tokens
         sampling |= {"do_sample": True, "temperature": options.temperature, "top_k": 0}
     console = Console(file=sys.stdout)
-    chats = tokenizer.chat_template is not None and not options.plain
+    has_template = tokenizer.chat_template is not None or "chat_template" in template_kwargs
+    chats = has_template and not options.plain
     voices = [
-        Voice(model, tokenizer, has_adapter=name == "adapter", chats=chats, seed=options.seed)
+        Voice(
+            model,
+            tokenizer,
+            has_adapter=name == "adapter",
+            chats=chats,
+            seed=options.seed,
+            template_kwargs=template_kwargs,
+        )
         for name in NAMES
     ]
     for text in options.prompt or lines(console):

@@ -4,10 +4,12 @@ Only the chosen subcommand's module is imported, so `--help` does not load torch
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from .. import __version__
 from ..redaction import printable, redacted
@@ -21,6 +23,19 @@ COMMANDS = {
 }
 # TRL's parser reads their arguments, and a config file
 LAUNCHERS = COMMANDS.keys() - {"chat", "report"}
+
+
+def read_mapping(text: str) -> dict[str, Any]:
+    """Read the JSON of a mapping from the command line."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f"must be the JSON of a mapping, e.g. '{{\"enable_thinking\": true}}', got {text!r}"
+        )
+    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,6 +52,12 @@ def parser() -> argparse.ArgumentParser:
     chat("run_dir", metavar="RUN_DIR", help="output_dir of a run, or one of its checkpoints")
     chat("--prompt", action="append", metavar="TEXT", help="answer it and stop; may be repeated")
     chat("--plain", action="store_true", help="continue texts, without the chat template")
+    chat(
+        "--chat_template_kwargs",
+        type=read_mapping,
+        metavar="JSON",
+        help="arguments of the chat template, in place of the training's of the same names",
+    )
     chat("--max_new_tokens", type=int, default=256, metavar="N", help="default: 256")
     chat("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
     chat("--seed", type=int, default=0, metavar="N", help="of sampled answers (default: 0)")

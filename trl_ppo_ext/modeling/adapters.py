@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -137,6 +137,17 @@ def _damaged(file: str, error: Exception) -> ValueError:
     return ValueError(
         f"`{file}` cannot be read ({type(error).__name__}: {error}); copy or save it anew."
     )
+
+
+def read_state(path: str) -> dict[str, Any]:
+    """State of the run that saved an adapter; empty for an adapter of another trainer."""
+    file = find_file(path, STATE)
+    if file is None:
+        return {}
+    try:
+        return json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise _damaged(file, error) from error
 
 
 def read_weights(file: str) -> dict[str, Tensor]:

@@ -1,13 +1,17 @@
 """`trl-ppo chat`: base and adapter answer the same prompts, as plain PEFT has them."""
 
 import io
+import json
+from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from tiny import CHAT_TEMPLATE, llama, tokenizer
+from datasets import Dataset
+from peft import LoraConfig, PeftModelForCausalLM, get_peft_model
+from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, tokenizer
 from transformers import AutoModelForCausalLM
 
+from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.commands.chat import Voice, load
 
@@ -36,7 +40,7 @@ def greedy(model, text, tokens=6):
 
 
 def voices(adapter, chats, template=None):
-    model, words = load(str(adapter / "run"), "auto")
+    model, words, _ = load(str(adapter / "run"), "auto")
     words.chat_template = template
     model.generation_config.eos_token_id = model.get_base_model().generation_config.eos_token_id = (
         None
@@ -53,7 +57,7 @@ def test_base_and_adapter_answer_as_without_this_package(adapter):
 
 
 def test_each_sampled_answer_has_its_own_seed_and_both_voices_the_same(adapter):
-    model, words = load(str(adapter / "run"), "auto")
+    model, words, _ = load(str(adapter / "run"), "auto")
     sampling = {"max_new_tokens": 8, "do_sample": True, "temperature": 2.0, "top_k": 0}
 
     def answers(seed, has_adapter=False):
@@ -66,10 +70,115 @@ def test_each_sampled_answer_has_its_own_seed_and_both_voices_the_same(adapter):
 
 
 def test_answers_end_where_completions_of_training_do(adapter):
-    model, words = load(str(adapter / "run"), "auto")
+    model, words, _ = load(str(adapter / "run"), "auto")
     stops = model.generation_config.eos_token_id
     assert words.eos_token_id in stops
     assert model.generation_config.repetition_penalty in (None, 1.0)  # by version
+
+
+# it renders arguments as words
+WITH_ARGUMENTS = (
+    CHAT_TEMPLATE + "{% if thinking is defined %}{{ 'w8 ' if thinking else 'w9 ' }}{% endif %}"
+    "{% if style %}{{ style }}{% endif %}"
+)
+
+
+def words_of_run():
+    """A tokenizer for stop strings, which look up how tokens are written after a word."""
+    return tokenizer(["abcdef", "user", "assistant", *WORDS[:25]], WITH_ARGUMENTS)
+
+
+@pytest.fixture(scope="module")
+def trained(adapter):
+    """An adapter that a run with arguments of its template and stops of its own has saved."""
+    args = config(
+        adapter / "trained",
+        chat_template_kwargs={"thinking": False, "style": "w7"},
+        stop_token_ids=[30],
+        stop_strings=["w3"],
+    )
+    words = words_of_run()
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "w1"}]}])
+    base = str(adapter / "base")
+    PPOTrainer(base, length_reward, args, rows, processing_class=words).save_model()
+    return adapter / "trained"
+
+
+def prompts_of_chat(run, capsys, monkeypatch, *arguments):
+    """Prompts that both voices read, as text."""
+    prompts = []
+    generate = PeftModelForCausalLM.generate
+
+    def recorded(model, input_ids, **settings):
+        prompts.append(words_of_run().decode(input_ids[0]))
+        return generate(model, input_ids=input_ids, **settings)
+
+    arguments = ["--prompt", "w1", "--max_new_tokens", "2", *arguments]
+    with monkeypatch.context() as patch:
+        patch.setattr(PeftModelForCausalLM, "generate", recorded)
+        assert cli.main(["chat", str(run), *arguments]) == 0, capsys.readouterr().err
+    return prompts
+
+
+@pytest.mark.parametrize(
+    ("override", "ending"), [(None, "w9 w7"), ('{"thinking": true}', "w8 w7"), ("{}", "w9 w7")]
+)
+def test_chat_renders_prompts_with_arguments_of_training(
+    trained, capsys, monkeypatch, override, ending
+):
+    arguments = () if override is None else ("--chat_template_kwargs", override)
+    prompts = prompts_of_chat(trained, capsys, monkeypatch, *arguments)
+    assert prompts == [f"<bos> user w1 <bos> assistant {ending}"] * 2
+
+
+def test_chat_takes_arguments_for_adapter_without_saved_ones(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """As of another trainer, or of an earlier version."""
+    for file in trained.iterdir():
+        if file.name.startswith(("adapter_", "chat_template", "tokenizer")):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    prompt = "<bos> user w1 <bos> assistant"
+    assert prompts_of_chat(tmp_path, capsys, monkeypatch) == [prompt] * 2
+    state = json.loads((trained / "ppo_state.json").read_text())
+    del state["chat_template_kwargs"]
+    (tmp_path / "ppo_state.json").write_text(json.dumps(state))
+    assert prompts_of_chat(tmp_path, capsys, monkeypatch) == [prompt] * 2
+    arguments = ("--chat_template_kwargs", '{"thinking": true}')
+    assert prompts_of_chat(tmp_path, capsys, monkeypatch, *arguments) == [f"{prompt} w8"] * 2
+    (tmp_path / "chat_template.jinja").unlink()
+    assert prompts_of_chat(tmp_path, capsys, monkeypatch) == ["w1"] * 2
+    arguments = ("--chat_template_kwargs", json.dumps({"chat_template": CHAT_TEMPLATE}))
+    assert prompts_of_chat(tmp_path, capsys, monkeypatch, *arguments) == [prompt] * 2
+
+
+def test_chat_ends_answers_at_stops_of_training(trained):
+    model, words, _ = load(str(trained), "auto")
+    voice = Voice(model, words, has_adapter=True, chats=False)
+    sampling = {"max_new_tokens": 8, "do_sample": True, "temperature": 2.0, "top_k": 0}
+    answers = [voice.answer("w4 w5", sampling).split() for _ in range(40)]
+    stops = {words.convert_ids_to_tokens(30), "w3"}
+    assert {answer[-1] for answer in answers if answer} >= stops
+    assert not any(stops & set(answer[:-1]) for answer in answers)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "thinking"])
+def test_chat_names_wrong_arguments_of_the_template(text, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["chat", "run", "--chat_template_kwargs", text])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "argument --chat_template_kwargs: must be the JSON of a mapping, e.g." in error
+    assert f"got {text!r}" in error
+
+
+def test_chat_names_a_state_that_cannot_be_read(trained, tmp_path, capsys):
+    for file in trained.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    Path(tmp_path, "ppo_state.json").write_text("{")
+    assert cli.main(["chat", str(tmp_path), "--prompt", "w1"]) == 2
+    assert "ppo_state.json` cannot be read" in capsys.readouterr().err
 
 
 def test_each_voice_keeps_its_own_conversation(adapter):
