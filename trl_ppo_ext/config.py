@@ -34,6 +34,8 @@ logger = logging.get_logger(__name__)
 LOCK = ".lock"  # in the output directory; a run that trains holds it
 PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("presets/*.yaml"))}
 NUM_MINI_BATCHES = 4  # by default
+# values of `lr_scheduler_type`: schedules that follow `metric_for_best_model`, and count no steps
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 # method of an environment, as the prompt of critic or reference, and its earlier name
 PRIVILEGED_STATE = "privileged_state"
 EARLIER_NAME = "hidden_state"
@@ -448,6 +450,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         self._settle_devices()
         self._settle_data()
         self._settle_sizes()
+        self._settle_schedule()
         # 5. Fields of PPO, from which others have followed by now
         inherited = {entry.name for entry in fields(TrainingArguments)}
         own = [entry.name for entry in fields(self) if entry.name not in inherited]
@@ -600,6 +603,13 @@ class PPOConfig(TRLFields, TrainingArguments):
             self.gradient_accumulation_steps = steps
         per_process = self.plan(self.world_size).completions_per_process
         self.per_device_eval_batch_size = self.per_device_eval_batch_size or per_process
+
+    def _settle_schedule(self) -> None:
+        """Set the direction in which a schedule's metric improves; torch minimizes by default."""
+        if self.lr_scheduler_type in METRIC_SCHEDULES:
+            mode = "max" if self.greater_is_better else "min"
+            kwargs = cast(dict | None, self.lr_scheduler_kwargs)
+            self.lr_scheduler_kwargs = {"mode": mode} | (kwargs or {})
 
     def _default_mini_batches(self) -> int:
         """Optimizer steps per pass by default: 4, or the next number whose rollout has whole
@@ -759,10 +769,10 @@ class PPOConfig(TRLFields, TrainingArguments):
                 raise ValueError(
                     f"`{name}={value!r}` is not supported: {why}. Leave it at {default!r}."
                 )
-        for name, reading in {
-            "load_best_model_at_end": True,
-            "lr_scheduler_type": "reduce_lr_on_plateau",
-        }.items():
+        for name, reading in (
+            ("load_best_model_at_end", True),
+            *(("lr_scheduler_type", schedule) for schedule in METRIC_SCHEDULES),
+        ):
             if getattr(self, name) == reading and self.metric_for_best_model is None:
                 raise ValueError(
                     f"`{name}={reading}` needs `metric_for_best_model`, e.g. 'eval_reward'."

@@ -48,6 +48,36 @@ def test_precision_is_that_of_the_launcher(monkeypatch, tmp_path, launched, sett
         PPOConfig(str(tmp_path), use_cpu=True, bf16=False)
 
 
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ({"metric_for_best_model": "eval_reward"}, "max"),
+        ({"metric_for_best_model": "eval_kl", "greater_is_better": False}, "min"),
+        ({"metric_for_best_model": "eval_reward", "lr_scheduler_kwargs": {"mode": "min"}}, "min"),
+        ({"metric_for_best_model": "eval_reward", "lr_scheduler_kwargs": '{"patience": 3}'}, "max"),
+    ],
+    ids=str,
+)
+def test_schedule_of_a_metric_follows_greater_is_better(tmp_path, schedule, settings, mode):
+    args = PPOConfig(
+        str(tmp_path),
+        use_cpu=True,
+        eval_strategy="epoch",
+        lr_scheduler_type=schedule,
+        **settings,
+    )
+    patience = {"patience": 3} if "patience" in str(settings) else {}
+    assert args.lr_scheduler_kwargs == {"mode": mode} | patience
+    assert replace(args) == args
+
+
+def test_schedule_that_counts_steps_has_no_mode(tmp_path):
+    settings = {"metric_for_best_model": "eval_reward", "eval_strategy": "epoch"}
+    args = PPOConfig(str(tmp_path), use_cpu=True, lr_scheduler_type="cosine", **settings)
+    assert "mode" not in (args.lr_scheduler_kwargs or {})
+
+
 def test_fields_that_are_the_case_are_accepted(tmp_path):
     args = PPOConfig(
         str(tmp_path), use_cpu=True, reward_label="1", include_num_input_tokens_seen="all"

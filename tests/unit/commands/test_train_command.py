@@ -469,6 +469,12 @@ WRONG = [
         "reduce_lr_on_plateau",
         "needs `metric_for_best_model`",
     ),
+    (
+        {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
+        "`lr_scheduler_type",
+        "greedy",
+        "needs `metric_for_best_model`",
+    ),
     ({"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha", "5.0", "Leave it at None"),
     ({"max_steps": 2.5}, "max_steps", "2.5", "must be int"),
     ({"reward_label": 1}, "`reward_label=", "1", "needs a reward model"),
