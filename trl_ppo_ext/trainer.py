@@ -604,6 +604,9 @@ class PPOTrainer(Trainer):
         optimizer = super().create_optimizer(model)
         if learning_rate is not None and not exists:
             set_learning_rate(optimizer, self.actor_critic.critic_parameters(), learning_rate)
+        # as schedules that count steps record it; a resumed run under another rate reads it
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
         return optimizer
 
     # ---- progress: what an optimizer step leaves to the next ----

@@ -163,6 +163,87 @@ def test_changed_rates_and_length_continue_the_run(
     assert groups[-1]["initial_lr"] == changes.get("critic_learning_rate", 1e-3)
 
 
+def constant(completion_ids, **kwargs):
+    return [1.0] * len(completion_ids)
+
+
+CONSTANT = {"reward_funcs": constant, "reward_processing_classes": None}
+# the rate is halved after every evaluation but the first
+PLATEAU = CONSTANT | {
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"factor": 0.5, "patience": 0},
+    "metric_for_best_model": "eval_reward",
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "eval_dataset": prompts(2),
+}
+
+
+@pytest.fixture(scope="module")
+def on_plateau(tmp_path_factory):
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("on_plateau")
+    built = trainer(folder, **PLATEAU)
+    built.train()
+    assert rates_of(built) == [1e-3, 1e-3]
+    assert built.optimizer.param_groups[0]["lr"] == 5e-4
+    return folder
+
+
+def rates_of(built, after=0):
+    """Rates of the policy in the steps after one."""
+    return [
+        log["learning_rate"]
+        for log in built.state.log_history
+        if "learning_rate" in log and log["step"] > after
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "listed", "rates"),
+    [
+        ({}, "", [5e-4, 2.5e-4]),
+        ({"learning_rate": 1e-4}, r"learning_rate \(was 0.001, is 0.0001\)", [5e-5, 2.5e-5]),
+        ({"critic_learning_rate": 1e-2}, r"critic_learning_rate \(", [5e-4, 2.5e-4]),
+        (
+            {"lr_scheduler_kwargs": {"factor": 0.1, "patience": 0}},
+            r"lr_scheduler_kwargs \(",
+            [5e-4, 5e-5],
+        ),
+    ],
+    ids=str,
+)
+def test_plateau_schedule_goes_on_under_changed_rates(
+    on_plateau, tmp_path, caplog, monkeypatch, changes, listed, rates
+):
+    monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    again = trainer(tmp_path, **PLATEAU | {"max_steps": 4} | changes)
+    again.train(resume_from_checkpoint=str(on_plateau / "checkpoint-2"))
+    assert re.search(rf"The run resumes under other settings: {listed}", caplog.text)
+    assert rates_of(again, after=2) == pytest.approx(rates)
+    critic = again.optimizer.param_groups[-1]
+    first = changes.get("critic_learning_rate", 1e-3)
+    assert critic["initial_lr"] == first
+    assert critic["lr"] / first == pytest.approx(
+        again.optimizer.param_groups[0]["lr"] / again.args.learning_rate
+    )
+
+
+@pytest.mark.parametrize("plateau_comes", ["first", "second"])
+def test_plateau_schedule_and_one_of_steps_are_not_exchanged(
+    run, on_plateau, tmp_path, plateau_comes
+):
+    if plateau_comes == "first":
+        checkpoint = on_plateau / "checkpoint-2"
+        settings = CONSTANT
+    else:
+        checkpoint = run / "checkpoint-1"
+        settings = PLATEAU
+    again = trainer(tmp_path, resume_with_changed_settings=True, **settings)
+    with pytest.raises(CheckpointError, match=r"lr_scheduler_type \(was .*Restore them\."):
+        again.train(resume_from_checkpoint=str(checkpoint))
+
+
 def test_changed_timeout_continues_the_run(run, tmp_path):
     again = trainer(tmp_path, environment_timeout=60.0)
     again.train(resume_from_checkpoint=str(run / "checkpoint-1"))

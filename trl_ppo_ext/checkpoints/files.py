@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, float64, nn, tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from ..config import PPOConfig
+from ..config import METRIC_SCHEDULES, PPOConfig
 from ..data import TOKEN_COLUMNS, spread_indices
 from ..distributed import uses_fsdp
 from ..episodes.record import ANSWERS
@@ -280,6 +280,11 @@ def check_settings(
     change = SettingsChange.between(saved, current)
     changed, refused = change
     impossible = changed.keys() & NEVER_CHANGED
+    follows_metric = [
+        settings.get("lr_scheduler_type") in METRIC_SCHEDULES for settings in (saved, current)
+    ]
+    if follows_metric[0] != follows_metric[1]:  # one counts evaluations, the other one steps
+        impossible.add("lr_scheduler_type")
     if impossible or (refused and not may_change):
         listed = ", ".join(changed[name] for name in sorted(impossible or refused))
         if impossible:

@@ -18,8 +18,9 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from transformers import TrainerCallback, TrainerState
+from transformers.optimization import GreedyLR
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -47,6 +48,11 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PREEMPTED = 75  # exit code of a run that saved after a signal: EX_TEMPFAIL, "try again later"
 # seconds: a launcher forwards a signal that the process may have received already (Ctrl-C)
 SAME_SIGNAL = 1.0
+# what a schedule that follows a metric has counted; its other attributes are settings
+METRIC_PROGRESS = set(
+    "best num_bad_epochs num_good_epochs cooldown_counter warmup_counter reset_start last_epoch "
+    "_streaming_avg".split()
+)
 WRITE_ERRORS = (OSError, SafetensorError)
 READ_ERRORS = (CheckpointError,) + WRITE_ERRORS
 
@@ -318,19 +324,29 @@ def usable_progress(checkpoint: Checkpoint, played: Tensor) -> Progress:
 def load_under_own_rates(
     optimizer: torch.optim.Optimizer, scheduler: Any, load: Callable[[], None]
 ) -> None:
-    """Load the states of optimizer and schedule, but keep the config's rates."""
+    """Load the states of optimizer and schedule, but keep the config's rates and schedule."""
     groups = [
         {name: x for name, x in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
+    attributes = dict(vars(scheduler))
     load()
-    if not isinstance(scheduler, LambdaLR):
-        return
+    if not isinstance(scheduler, LambdaLR | ReduceLROnPlateau | GreedyLR):
+        return  # of a script, or of DeepSpeed, which has loaded its rates
+    saved_rates = [(group["lr"], group.get("initial_lr")) for group in optimizer.param_groups]
     for group, settings in zip(optimizer.param_groups, groups):
         group.update(settings)
-    scheduler.base_lrs = [settings["initial_lr"] for settings in groups]
-    scheduler.last_epoch -= 1
-    scheduler.step()  # computes the rates anew
+    if isinstance(scheduler, LambdaLR):
+        scheduler.base_lrs = [settings["initial_lr"] for settings in groups]
+        scheduler.last_epoch -= 1
+        scheduler.step()  # computes the rates anew
+        return
+    # the schedule has reduced or raised the saved rates, and so these
+    for group, (rate, initial_rate) in zip(optimizer.param_groups, saved_rates):
+        if initial_rate:  # an earlier version did not save it
+            group["lr"] = group["initial_lr"] * rate / initial_rate
+    progress = {name: x for name, x in vars(scheduler).items() if name in METRIC_PROGRESS}
+    vars(scheduler).update(attributes | progress)
 
 
 def restore_callbacks(
