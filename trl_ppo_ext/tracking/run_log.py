@@ -93,6 +93,18 @@ def _text(entry: Any) -> str:
     return limited(as_text(entry), LONGEST)
 
 
+def evaluation_of(logs: Iterable[str]) -> str | None:
+    """Prefix of the evaluation whose metrics were logged, e.g. `eval`; `None` for other logs."""
+    names = set(logs)
+    for name in logs:
+        prefix = name.removesuffix("_runtime")
+        # a reward function may log a metric of such a name, but not all three
+        speeds = {f"{prefix}_samples_per_second", f"{prefix}_steps_per_second"}
+        if prefix != name and speeds <= names:
+            return prefix
+    return None
+
+
 class RunLog(TrainerCallback):
     """Appends to `run_log.jsonl` in the output directory; if that fails, warns once and never
     ends the run."""
@@ -139,10 +151,8 @@ class RunLog(TrainerCallback):
     ) -> None:
         """Log the metrics of the Trainer's log."""
         self._append("metrics", state, metrics=logs)
-        prefixes = (
-            name.removesuffix("_runtime") for name in logs if re.fullmatch("eval.*_runtime", name)
-        )
-        self._evaluated = next(prefixes, "eval")
+        evaluation = evaluation_of(logs) or ""
+        self._evaluated = evaluation if evaluation.startswith("eval") else "eval"
 
     def on_train_end(
         self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any
@@ -278,9 +288,8 @@ class Terminal(ProgressCallback, PrinterCallback):
         """Print the main metrics in one line, and what goes gravely wrong once."""
         if not state.is_world_process_zero or "train_runtime" in logs:  # the latter sums up the run
             return
-        prefix = next(
-            (name.removesuffix("runtime") for name in logs if name.endswith("_runtime")), ""
-        )
+        evaluation = evaluation_of(logs)
+        prefix = "" if evaluation is None else f"{evaluation}_"
         shown = {
             label: logs[prefix + name]
             for name, label in MAIN_METRICS.items()

@@ -202,6 +202,27 @@ def test_completions_of_every_evaluation_set_are_logged(tmp_path):
     assert (2, "train") in sheets  # an evaluation before the log keeps them
 
 
+def timed_reward(completion_ids, log_metric, **kwargs):
+    log_metric("sandbox_runtime", 1.0)
+    return [float(len(ids)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("sets", [["eval"], ["eval_easy", "eval_hard"]])
+def test_metric_named_runtime_does_not_end_an_evaluation(tmp_path, capsys, sets):
+    args = config(tmp_path / "run", max_steps=1, eval_strategy="steps", eval_steps=1)
+    evaluated = {name.removeprefix("eval_"): prompts(2) for name in sets}
+    if sets == ["eval"]:
+        evaluated = prompts(2)
+    tools = {"processing_class": tokenizer()}
+    PPOTrainer(llama(), timed_reward, args, prompts(), evaluated, **tools).train()
+    assert {sheet.mode for sheet in read_run(tmp_path / "run").sheets} == {"train", *sets}
+    steps = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    places = ["step 1/1", *(f"step 1/1  {name}" for name in sets)]
+    assert len(steps) == len(places)
+    for line, place in zip(steps, places):
+        assert line.startswith(f"{place}  reward ")
+
+
 def test_nonfinite_numbers_become_null(tmp_path):
     log, state, args = opened(tmp_path, max_steps=2)
     state.global_step = 1
