@@ -61,7 +61,12 @@ def parser() -> argparse.ArgumentParser:
     chat("--max_new_tokens", type=int, default=256, metavar="N", help="default: 256")
     chat("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
     chat("--seed", type=int, default=0, metavar="N", help="of sampled answers (default: 0)")
-    chat("--dtype", default="auto", help="of the base, e.g. float32 (default: as it was saved)")
+    chat(
+        "--dtype",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        default="auto",
+        help="of the base (default: auto, as it was saved)",
+    )
     return root
 
 

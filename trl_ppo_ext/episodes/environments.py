@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import get_json_schema
+from transformers.utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
 from trl import is_conversational
 
 from ..concurrency import FAILURES, called, in_thread, leave_blocked_loops, started
@@ -89,7 +93,7 @@ class ToolEnvironment:
         schemas = []
         for name, tool in self.tools.items():
             try:
-                schemas.append(get_json_schema(tool))
+                schemas.append(schema_of(tool))
             except Exception as error:  # e.g. of a method without docstring
                 if name == "step" and name in self.with_state:
                     raise self._seed_error() from error
@@ -255,6 +259,37 @@ class TextEnvironment:
         return Answer(messages, float(reward), ends, bool(truncated and not done))
 
 
+def schema_of(tool: Callable) -> dict[str, Any]:
+    """Schema of a tool, which the chat template renders."""
+    try:
+        return get_json_schema(tool)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ValueError(
+            "A tool must have type hints, and a docstring that describes it and its arguments in "
+            f"Google's style, got `{tool.__name__}` ({error}); add what is missing."
+        ) from error
+
+
+def check_factory(factory: Any, place: str) -> None:
+    """Raise an error for a factory of environments that cannot be called without arguments."""
+    if not callable(factory):
+        raise TypeError(
+            f"`{place}` must be a class or a function that returns an environment, got "
+            f"{type(factory).__name__}."
+        )
+    try:
+        # what a decorated function takes, and not what the function inside takes
+        inspect.signature(factory, follow_wrapped=False).bind()
+    except ValueError:
+        return  # a type of C may have no signature
+    except TypeError as error:
+        name = getattr(factory, "__name__", type(factory).__name__)
+        raise ValueError(
+            f"`{place}` must be callable without arguments, got `{name}` ({error}); bind them with "
+            "`functools.partial`."
+        ) from None
+
+
 class Kind:
     """Kind of environment: a factory with its instances, which are reset for every episode, and
     the tools."""
@@ -324,15 +359,10 @@ class Environments:
             else:
                 factories = {}
         for name, x in factories.items():
-            if not callable(x) and (self.by_name or x is not None):
-                if self.by_name:
-                    place = f"environment_factory[{name!r}]"
-                else:
-                    place = "environment_factory"
-                raise TypeError(
-                    f"`{place}` must be a class or a function that returns an environment, got "
-                    f"{type(x).__name__}."
-                )
+            if self.by_name:
+                check_factory(x, f"environment_factory[{name!r}]")
+            elif x is not None:
+                check_factory(x, "environment_factory")
         self.kinds: dict[str | None, Kind] = {
             name: Kind(x, list(tools or [])) for name, x in factories.items()
         }

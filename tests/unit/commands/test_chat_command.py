@@ -172,6 +172,14 @@ def test_chat_names_wrong_arguments_of_the_template(text, capsys):
     assert f"got {text!r}" in error
 
 
+def test_chat_lists_the_dtypes_in_place_of_another_name(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["chat", "run", "--dtype", "bf16"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "argument --dtype: invalid choice: 'bf16'" in error and "bfloat16" in error
+
+
 def test_chat_names_a_state_that_cannot_be_read(trained, tmp_path, capsys):
     for file in trained.iterdir():
         if file.is_file():

@@ -492,6 +492,18 @@ WRONG = [
         "omit one of the two",
     ),
     (
+        {"tools": "cli_rewards.of_last_word"},
+        "A tool must have type hints, and a docstring",
+        "`of_last_word` .*has no docstring",
+        "add what is missing",
+    ),
+    (
+        {"environment_factory": "cli_rewards.of_last_word"},
+        "`environment_factory` must be callable without arguments",
+        "`of_last_word` .*missing a required argument",
+        "bind them with `functools.partial`",
+    ),
+    (
         {"reward_funcs": "cli_rewards.not_a_reward"},
         "'cli_rewards.not_a_reward'",
         "of the type int",

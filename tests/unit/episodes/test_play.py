@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 
 import numpy
@@ -880,6 +880,51 @@ def test_rewards_in_threads_do_not_share_their_random_numbers():
 def test_arguments_that_no_episode_could_follow_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         Environments(*arguments)
+
+
+def undocumented(step: int) -> str:
+    return str(step)
+
+
+def untyped(step):
+    """
+    Step.
+
+    Args:
+        step: A number.
+    """
+    return str(step)
+
+
+@pytest.mark.parametrize(
+    ("tool", "problem"), [(undocumented, "no docstring"), (untyped, "missing a type hint")]
+)
+def test_tool_without_a_schema_is_named(tool, problem):
+    message = rf"A tool must have type hints.*got `{tool.__name__}` \(.*{problem}.*add what"
+    with pytest.raises(ValueError, match=message):
+        Environments([tool])
+
+
+def walk_from(start):
+    return Walk()
+
+
+@pytest.mark.parametrize("name", [None, "a"])
+def test_factory_that_needs_arguments_is_named(name):
+    factory = walk_from if name is None else {name: walk_from}
+    place = "environment_factory" if name is None else r"environment_factory\['a'\]"
+    message = rf"`{place}` must be callable without arguments, got `walk_from` \(.*'start'\)"
+    with pytest.raises(ValueError, match=message):
+        Environments(None, factory)
+
+
+def test_factory_whose_decorator_passes_arguments_is_taken():
+    @wraps(walk_from)
+    def bound():
+        return walk_from(3)
+
+    for factory in (bound, partial(walk_from, 3)):
+        assert Environments(None, factory).has_instances
 
 
 def test_several_environments_need_a_dataset():
