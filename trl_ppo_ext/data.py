@@ -9,6 +9,7 @@ import os
 import sys
 from collections import UserList
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from trl import is_conversational
 from . import __version__
 from .batch_plan import BatchPlan
 from .config import PRIVILEGED_STATE, PPOConfig
-from .redaction import shortened
+from .redaction import shortened, shown
 from .sequences import ROLES
 from .text import delimiter_in, encode_chat, encode_text, prefill, text_only, without_none
 
@@ -267,7 +268,17 @@ def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> di
             tools = without_none(tools)
     except ValueError as error:
         raise PromptError(f'its "tools" must be JSON or a list of schemas ({error}).') from error
-    of_row = without_none(row.get("chat_template_kwargs") or {})
+    of_row = row.get("chat_template_kwargs") or {}
+    if isinstance(of_row, str):
+        with suppress(ValueError):  # text that is not JSON raises below
+            of_row = json.loads(of_row) or {}
+    if not isinstance(of_row, dict):
+        raise PromptError(
+            "`chat_template_kwargs` must be a mapping or its JSON, got "
+            f"{shown('chat_template_kwargs', of_row)}; use e.g. "
+            "'{\"enable_thinking\": false}'."
+        )
+    of_row = without_none(of_row)
     kwargs = {"tools": tools, **(template_kwargs or {}), **of_row}
     if reserved := kwargs.keys() & OF_TOKENIZING:
         raise PromptError(

@@ -196,6 +196,33 @@ def test_tools_and_template_kwargs_of_a_row_reach_the_template(kind):
     assert (one[-1], two[0]) == (13, 12) and one[:-1] == two[1:]
 
 
+@both_kinds
+def test_template_kwargs_of_a_row_may_be_json(kind):
+    policy_tokenizer = chat_tokenizer(CHAT_TEMPLATE + "{% if thinking %}{{ 'w9' }}{% endif %}")
+    texts = ['{"thinking": true}', '{"thinking": false}', "null", "", None]
+    rows = dataset(*[CHATS[0]] * len(texts), chat_template_kwargs=texts)
+    given = tokenize_prompts(kind(rows), policy_tokenizer, "train_dataset", 4)
+    thinking, *others = [row[PROMPT_IDS] for row in given]
+    assert thinking[-1] == 13 and others == [thinking[:-1]] * 4
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    ("entries", "got"),
+    [
+        (["{}", "{thinking"], r"'\{thinking' \(str\)"),
+        (["{}", '["thinking"]'], "a list"),
+        (["{}", "3"], r"3 \(int\)"),
+        ([[], ["thinking"]], "a list"),
+    ],
+)
+def test_wrong_template_kwargs_of_a_row_name_the_row(kind, entries, got):
+    rows = dataset(CHATS[0], CHATS[0], chat_template_kwargs=entries)
+    message = rf"Row 1 of `train_dataset`: `chat_template_kwargs` must be .*got {got}; use"
+    with pytest.raises(PromptError, match=message):
+        list(tokenize_prompts(kind(rows), chat_tokenizer(), "train_dataset", 4))
+
+
 def test_message_without_content_needs_tool_calls():
     called = {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}
     template = CHAT_TEMPLATE.replace("m['content']", "(m['content'] or '')")
