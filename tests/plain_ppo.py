@@ -667,20 +667,13 @@ def squared_error(samples: list[Sample], line: Line) -> float:
     return sum(squares)
 
 
-def confirmed_share(
-    samples: list[Sample],
-    excluded: Sample,
-    line: Line,
-) -> float:
-    """Cross-validate a line that was fitted to all samples except one.
+def explained_left_out(samples: list[Sample], excluded: Sample) -> float:
+    """Explained variance of samples that are left out of a fit to all samples except one.
 
-    Returns the explained variance of samples that are left out of a fit, relative to the explained
-    variance of the line itself, between 0 and 1. Samples are left out in up to 16 parts, by their
-    number in the rollout.
+    They are left out in up to 16 parts, by their number in the rollout.
     """
-    others = [sample for sample in samples if sample is not excluded]
-    residual_left_out = 0.0
-    total_left_out = 0.0
+    residual = 0.0
+    total = 0.0
     for part in range(16):
         left_out = []
         rest = []
@@ -692,14 +685,25 @@ def confirmed_share(
             else:
                 rest.append(sample)
         line_of_rest = fit(rest)
-        residual_left_out += squared_error(left_out, line_of_rest)
-        total_left_out += squared_error(left_out, line_of_rest._replace(weight=0.0))
+        residual += squared_error(left_out, line_of_rest)
+        total += squared_error(left_out, line_of_rest._replace(weight=0.0))
+    if not total:
+        return 0.0
+    return 1 - residual / total
+
+
+def confirmed_share(
+    samples: list[Sample],
+    excluded: Sample,
+    line: Line,
+) -> float:
+    """Explained variance of samples that are left out of a fit, relative to that of the line which
+    was fitted to all samples except one, between 0 and 1."""
+    others = [sample for sample in samples if sample is not excluded]
     residual = squared_error(others, line)
     total = squared_error(others, line._replace(weight=0.0))
-
     explained = 1 - residual / total
-    confirmed = 1 - residual_left_out / total_left_out
-    return min(max(confirmed / explained, 0.0), 1.0)
+    return min(max(explained_left_out(samples, excluded) / explained, 0.0), 1.0)
 
 
 def baseline(
@@ -742,7 +746,7 @@ def baseline(
     return [mean + weight * (value - line.center) for value in sample.values], weight
 
 
-def subtract_usual_advantage(samples: list[Sample]) -> None:
+def subtract_usual_advantage(samples: list[Sample], knows_places: list[bool]) -> None:
     """Subtract the mean of the other completions at the same position; fewer count as eight.
 
     Values that know little leave what all completions earn at a position, e.g. a KL penalty.
@@ -753,7 +757,9 @@ def subtract_usual_advantage(samples: list[Sample]) -> None:
         for position, advantage in enumerate(sample.advantages):
             totals[position] = totals.get(position, 0.0) + advantage
             counts[position] = counts.get(position, 0) + 1
-    for sample in samples:
+    for sample, knows in zip(samples, knows_places):
+        if knows:
+            continue
         rest = []
         for position, advantage in enumerate(sample.advantages):
             usual = (totals[position] - advantage) / max(counts[position] - 1, 8)
@@ -798,6 +804,7 @@ def advantages_of_critic(
     # Normalized values are fitted to the returns before they are a baseline. Others are one as they
     # are.
     values = []
+    knows_places = []
     bootstraps = alpha is not None or policy_lambda < 1
     for sample in samples:
         predictions = sample.old.predictions.tolist()
@@ -809,6 +816,8 @@ def advantages_of_critic(
         center = statistics.mean(values)
         for sample in samples:
             sample.baseline, weight = baseline(models, sample, samples, bootstraps=bootstraps)
+            explained = explained_left_out(samples, sample)
+            knows_places.append(weight > 0.5 and explained > 0.05)
             sample.explains = [weight * (value - center) for value in sample.values]
 
     for sample in samples:
@@ -835,7 +844,7 @@ def advantages_of_critic(
             sample.returns.append(error + value)
 
     if settings.normalize_values and bootstraps:
-        subtract_usual_advantage(samples)
+        subtract_usual_advantage(samples, knows_places)
 
     if settings.normalize_values:
         unit = units.end_rollout(outcomes, len(samples))

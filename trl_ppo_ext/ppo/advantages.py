@@ -12,6 +12,7 @@ from ..ppo_math import FEWEST, Moments, Reduction
 from .baseline import MEMORY, Groups, fit_baseline, means_of_others
 
 SOLVED = 0.1  # share of the largest deviation of a run, below which advantages fade
+KNOWN = 0.05  # explained variance from which on a critic knows what all earn at a place
 TRUSTED = 0.5  # weight of a critic from which on its values are bootstrapped from as they are
 LARGEST = 100.0  # advantage and target of a critic, in units of the returns
 
@@ -135,6 +136,7 @@ def gae_with_critic(
             # a shift of all values would charge the ends of completions with what is still to earn
             # before them
             baseline = torch.where(fit.weights > TRUSTED, values, baseline)
+            is_known = (fit.weights > TRUSTED) & (fit.left_out > KNOWN)
         baseline = baseline * steps
         explains = fit.explains(in_values)
         weights = fit.weights
@@ -145,7 +147,7 @@ def gae_with_critic(
     if is_normalized and discounts.bootstraps:
         # values that know little leave what all completions earn at a place, e.g. a KL penalty
         usual = mean_of_others_at_place(advantages, steps, enters, all_sum)
-        advantages = (advantages - usual) * steps
+        advantages = (advantages - usual.masked_fill(is_known, 0)) * steps
     if is_normalized and discounts.bootstraps and groups.size > 1:
         # whatever the other completions tell of an advantage is no merit of its token
         of_group = torch.stack(predictors[1:], -1)

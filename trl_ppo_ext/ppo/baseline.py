@@ -67,6 +67,7 @@ class Baseline(NamedTuple):
     weights: Tensor  # [batch, predictors], α and β
     centers: Tensor  # [batch, predictors], V̄ and M̄
     common: Tensor  # [predictors], means over all prompts, for what is logged
+    left_out: Tensor  # [batch, 1], explained variance of prompts that were left out of a fit
 
     def at(self, predictors: Tensor) -> Tensor:
         """Baseline `[batch, response]` of predictors `[batch, response, predictors]`."""
@@ -144,23 +145,26 @@ def _least_squares(products: Tensor, rounding: Tensor) -> Tensor:
     return weights[..., 1:]
 
 
+def _explained(errors: Tensor, squares: Tensor) -> Tensor:
+    """Explained variance, from sums of squared errors and of squared deviations."""
+    return 1 - errors / squares.clamp(min=torch.finfo(squares.dtype).tiny)
+
+
 def _error(products: Tensor, weights: Tensor) -> Tensor:
     """Sum of squared errors of the returns, `[...]`."""
     signed = torch.cat([torch.ones_like(weights[..., :1]), -weights], -1)
     return torch.einsum("...i,...ij,...j->...", signed, products, signed)
 
 
-def _trust(of_prompts: _Sums, of_others: _Sums, weights: Tensor, rounding: Tensor) -> Tensor:
-    """Squared share of what weights explain that they still explain of prompts left out of the fit,
-    `[prompts, 1]`.
-
-    The weights are those of each prompt, which takes no part in its own.
-    """
+def _explained_left_out(of_prompts: _Sums, of_others: _Sums, rounding: Tensor) -> Tensor:
+    """Explained variance of prompts that are left out of a fit in turn, `[prompts, 1]`; a prompt
+    takes no part in its own."""
     # 1. Parts of all prompts, and of all but each one, `[prompts, folds]`.
-    prompts = len(weights)
-    part = torch.arange(prompts, device=weights.device) % FOLDS
+    prompts = len(of_prompts.tokens)
+    device = of_prompts.tokens.device
+    part = torch.arange(prompts, device=device) % FOLDS
     folds = min(FOLDS, prompts)
-    is_in = (part[:, None] == torch.arange(folds, device=weights.device)).to(weights.dtype)
+    is_in = (part[:, None] == torch.arange(folds, device=device)).to(of_prompts.tokens.dtype)
 
     def in_parts(x: Tensor) -> Tensor:
         whole = torch.einsum("pf,p...->f...", is_in, x)
@@ -174,14 +178,7 @@ def _trust(of_prompts: _Sums, of_others: _Sums, weights: Tensor, rounding: Tenso
     tested = left_out.around(center)
     errors = _error(tested, _least_squares(fitted.around(center), rounding)).sum(1)
     constant = tested[..., 0, 0].sum(1)
-
-    # 3. Against what the weights explain of the prompts that they were fitted to.
-    known = of_others.around(of_others.means)
-    smallest = torch.finfo(weights.dtype).tiny
-    explained = 1 - _error(known, weights) / known[..., 0, 0].clamp(min=smallest)
-    holds = 1 - errors / constant.clamp(min=smallest)
-    # squared, for what tells nothing holds a little for half of all parts
-    return (holds / explained.clamp(min=smallest)).clamp(0, 1)[:, None] ** 2
+    return _explained(errors, constant)[:, None]
 
 
 def fit_baseline(
@@ -216,8 +213,12 @@ def fit_baseline(
     products = of_others.around(means)
     rounding = 1e-12 * of_all.products.diagonal()
     weights = _least_squares(products, rounding)
+    left_out = _explained_left_out(of_prompts, of_others, rounding)
     if is_cautious:
-        weights = weights * _trust(of_prompts, of_others, weights, rounding)
+        explained = _explained(_error(products, weights), products[..., 0, 0])[:, None]
+        smallest = torch.finfo(weights.dtype).tiny
+        # squared, for what tells nothing holds a little for half of all parts
+        weights = weights * (left_out / explained.clamp(min=smallest)).clamp(0, 1) ** 2
     else:
         weights = torch.where((of_others.rows >= FEWEST)[:, None], weights, 1.0)
     size_of_returns = of_others.tokens * (means[:, 0] + center[0]) ** 2
@@ -234,8 +235,11 @@ def fit_baseline(
         mean = torch.where(tokens > 0, mean, of_all.means[0])
 
     num_predictors = len(center) - 1
-    by_prompt = torch.cat([(mean + center[0])[:, None], weights, means[:, 1:] + center[1:]], 1)
+    mean_of_returns = (mean + center[0])[:, None]
+    means_of_predictors = means[:, 1:] + center[1:]
+    by_prompt = torch.cat([mean_of_returns, left_out, weights, means_of_predictors], 1)
     by_row = groups.spread(by_prompt, returns).to(returns.dtype)
-    mean, weights, centers = by_row.split([1, num_predictors, num_predictors], 1)
+    sizes = [1, 1, num_predictors, num_predictors]
+    mean, left_out, weights, centers = by_row.split(sizes, 1)
     common = (of_all.means[1:] + center[1:]).to(returns.dtype)
-    return Baseline(mean[:, 0], weights, centers, common)
+    return Baseline(mean[:, 0], weights, centers, common, left_out)

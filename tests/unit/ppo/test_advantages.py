@@ -80,6 +80,21 @@ def test_what_all_completions_pay_at_a_place_moves_no_token():
     close(charged[:, :-1], plain[:, :-1], atol=0.1, rtol=0)
 
 
+def test_trusted_values_are_all_that_is_subtracted():
+    """Where most completions have nothing left to earn, a mean of their place would be noise."""
+    torch.manual_seed(0)
+    steps = torch.ones(64, 12).bool()
+    alive = torch.rand(64, 12).cumsum(1) < 3
+    rewards = alive.double()
+    left = rewards.flip(1).cumsum(1).flip(1)  # what a good critic predicts
+    seen = Moments(100.0, 0.0, 100.0)
+    advantages = gae_with_critic(
+        rewards, left - 1e-3, steps, seen, True, with_lambdas(0.8, 1.0, gamma=1.0)
+    )[0].advantages
+    expected, _ = ppo_math.gae(rewards, left - 1e-3, steps, 1.0, 0.8)
+    close(advantages, expected)
+
+
 def test_mean_of_others_at_a_place_is_no_own_number():
     x = torch.arange(20.0).view(10, 2)
     mask = torch.ones_like(x).bool()
