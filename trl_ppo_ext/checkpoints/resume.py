@@ -18,9 +18,8 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerState
-from transformers.optimization import GreedyLR
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -331,7 +330,8 @@ def load_under_own_rates(
     ]
     attributes = dict(vars(scheduler))
     load()
-    if not isinstance(scheduler, LambdaLR | ReduceLROnPlateau | GreedyLR):
+    follows_metric = hasattr(scheduler, "num_bad_epochs")  # a plateau's, or a greedy one
+    if not (isinstance(scheduler, LambdaLR) or follows_metric):
         return  # of a script, or of DeepSpeed, which has loaded its rates
     saved_rates = [(group["lr"], group.get("initial_lr")) for group in optimizer.param_groups]
     for group, settings in zip(optimizer.param_groups, groups):
