@@ -44,6 +44,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "real.json"
 FIGURE = ROOT / "docs" / "real.svg"
 RUNS = Path("runs/real")
 RATES = (5e-4, 1e-3)
+RANK = 16  # of the adapter, if "rank" is not among the settings; its alpha is 32
 TUNED_ON = 100
 SEEDS = (0, 1, 2, 3, 4)
 # and all of the critic
@@ -163,6 +164,8 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
         return scores
 
     is_trl = rival.startswith("TRL")
+    own = {name: value for name, value in settings.items() if name != "rank"}
+    rank = settings.get("rank", RANK)
     rows = task.rows(seed)
     common = (
         {
@@ -182,13 +185,13 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
             "logging_steps": STEPS,
         }
         | RIVALS[rival]
-        | settings
+        | own
     )
     config, trainer = (GRPOConfig, GRPOTrainer) if is_trl else (PPOConfig, PPOTrainer)
     with tempfile.TemporaryDirectory() as directory:
         args = config(directory, **common)
         data = Dataset.from_list(rows * -(-ROLLOUT * task.rollouts // len(rows)))
-        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        lora = LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         if rival == "distill":
             measure = {"monitor_funcs": reward}
         else:
