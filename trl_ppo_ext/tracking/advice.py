@@ -249,6 +249,10 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
         x.collapses and not (c.rises and c.narrows),
         x.first(below=0.5 * x.start),
     ),
+    "drifts": lambda x, c: (
+        x.rises and x.end >= 1.2 * x.start and c.of("kl").end >= 0.2,
+        x.first(above=1.2 * x.start),
+    ),
     "endless": lambda x, c: (x.start < 0.25 <= x.end, x.first(above=0.25)),
     "harm": lambda x, c: (
         x.recent < -0.5 and not c.narrows and not c.is_weighed,

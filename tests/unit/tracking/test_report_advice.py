@@ -283,6 +283,17 @@ def test_reward_that_never_differs_is_named_beside_a_rising_sum():
     assert judge(synthetic(GOOD | parts)).advice == []
 
 
+@pytest.mark.parametrize(
+    "entropy, kl, noted", [(3.3, 0.3, True), (2.7, 0.3, False), (3.3, 0.1, False)]
+)
+def test_policy_that_gets_more_random_far_from_its_reference_is_noted(entropy, kl, noted):
+    """Its texts may fall apart while the reward rises."""
+    curves = {"entropy": 2.5 + (entropy - 2.5) * LEARNS, "kl": kl * LEARNS}
+    judgement = judge(synthetic(GOOD | curves))
+    assert judgement.kind == "good"
+    assert ("drifts" in [x.rule.name for x in judgement.advice]) == noted
+
+
 def evaluated(gains, first=20):
     """A good run with evaluations at every 20th rollout from `first` on."""
     run = synthetic(GOOD)
