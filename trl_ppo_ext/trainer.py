@@ -1168,6 +1168,8 @@ class _StepCallback(TrainerCallback):
         best = resume.best_checkpoint_in(args.output_dir, checkpoint.directory)
         if best is not None:
             state.best_model_checkpoint = best
+        place = f"after step {state.global_step} of {state.max_steps}"
+        trainer._tell(f"resumed: {checkpoint.directory}, {place}")
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         """Forget the last complete step: the weights are about to leave it."""

@@ -90,10 +90,12 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_same_inputs_resume(run, tmp_path):
+def test_same_inputs_resume_and_the_terminal_says_so(run, tmp_path, capsys):
     again = trainer(shutil.copytree(run, tmp_path / "run"))
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    again.train(resume_from_checkpoint=str(checkpoint))
     assert again.state.global_step == 2
+    assert f"resumed: {checkpoint}, after step 1 of 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change", CHANGES)

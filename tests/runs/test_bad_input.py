@@ -80,7 +80,7 @@ def test_field_that_is_set_after_the_construction_is_refused(
 def test_replaced_training_data_are_refused(tmp_path):
     built = build(tmp_path, {})
     built.train_dataset = prompts(5)
-    with pytest.raises(ValueError, match="`train_dataset` was replaced .*build another trainer"):
+    with pytest.raises(ValueError, match=r"`train_dataset` was replaced .*build another trainer"):
         built.train()
 
 

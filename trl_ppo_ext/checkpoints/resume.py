@@ -215,7 +215,11 @@ def prepare_directory(
             aside.mkdir()
             for path in earlier:
                 os.rename(path, aside / path.name)
-            logger.warning("Checkpoints that do not belong to this run were moved to `%s`.", aside)
+            logger.warning(
+                "Checkpoints of an earlier run were moved to `%s`: this run %s.",
+                aside,
+                f"continues `{resumed_from}`" if resumed_from else "begins anew",
+            )
 
     on_every_rank(check, *READ_ERRORS, runs=is_writer)
 
@@ -309,9 +313,7 @@ def usable_progress(checkpoint: Checkpoint, played: Tensor) -> Progress:
                 "The checkpoint's unfinished rollout is of the earlier settings; another one is "
                 "collected."
             )
-        progress = progress._replace(
-            run=progress.run.without_scores(), rollout=None, ahead=None
-        )
+        progress = progress._replace(run=progress.run.without_scores(), rollout=None, ahead=None)
     # a run without a curriculum counts no rows
     is_same_size = progress.run.played.shape == played.shape
     are_same_rows = change.listed.keys().isdisjoint(("train_dataset", CURRICULUM))

@@ -105,6 +105,15 @@ def evaluation_of(logs: Iterable[str]) -> str | None:
     return None
 
 
+def _lacks_end(path: str) -> bool:
+    """Whether the last line of a file has no end, e.g. because a run was killed in it."""
+    if not os.path.isfile(path) or not os.path.getsize(path):
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
 class RunLog(TrainerCallback):
     """Appends to `run_log.jsonl` in the output directory; if that fails, warns once and never
     ends the run."""
@@ -204,11 +213,7 @@ class RunLog(TrainerCallback):
             return
         try:
             entry = _json({"kind": kind, "time": time.time(), "step": state.global_step, **entry})
-            # an earlier run may have been killed while it wrote
-            if kind == "run" and os.path.isfile(self._path):
-                begin = "\n"
-            else:
-                begin = ""
+            begin = "\n" if kind == "run" and _lacks_end(self._path) else ""
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             with open(self._path, "a") as file:
                 file.write(f"{begin}{json.dumps(entry, default=shortened)}\n")

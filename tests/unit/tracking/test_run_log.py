@@ -43,7 +43,7 @@ def run(output_dir, resume=None, **kwargs):
 
 
 def lines(directory):
-    return [json.loads(line) for line in (directory / RUN_LOG).read_text().splitlines() if line]
+    return [json.loads(line) for line in (directory / RUN_LOG).read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
