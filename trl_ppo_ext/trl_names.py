@@ -62,15 +62,22 @@ def _scale_rewards(config: Any, value: Any) -> Settings:
         }
         if scale == "group" or (scale == "none" and config.normalize_values is not False):
             if scale == "group":
-                needed = "`critic='none'`"
+                remedy = "remove it, or set `critic='none'`"
             else:
-                needed = "`normalize_values=False` too"
+                remedy = "for unscaled ones set `normalize_values=False`"
             message = (
-                "`scale_rewards=%r` needs %s; a critic's advantages are in units of the returns."
+                "`scale_rewards=%r` is ignored: a critic's advantages are in units of the returns; "
+                "%s."
             )
-            logger.warning(message, value, needed)
+            logger.warning(message, value, remedy)
     return _choose(
-        "scale_rewards", scale, options, f"advantages are those of `critic={config.critic!r}`"
+        "scale_rewards",
+        scale,
+        options,
+        f"advantages are those of `critic={config.critic!r}`; for those of 'batch' set "
+        "`advantage_estimator='dr_grpo', whiten_advantages=True`"
+        if config.critic == "none"
+        else f"advantages are those of `critic={config.critic!r}`",
     )
 
 
