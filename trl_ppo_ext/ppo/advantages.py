@@ -193,9 +193,7 @@ def mean_of_others_at_place(
     return ((totals[numbers] - own_total) / others.clamp(min=FEWEST)).to(x.dtype)
 
 
-def divide_by_unit(
-    result: AnyAdvantages, seen: Moments, largest: float = 0.0
-) -> AnyAdvantages:
+def divide_by_unit(result: AnyAdvantages, seen: Moments, largest: float = 0.0) -> AnyAdvantages:
     """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
 
     The divisor is at least a tenth of the largest deviation of the run, but for one rollout whose
