@@ -68,8 +68,8 @@ def work_of(args: PPOConfig, processes: int) -> str:
         unit = "in the run"
     tokens = completions * args.max_completion_length
     return (
-        f"work:    {completions:,} completions of at most {tokens:,} tokens {unit}, each sampled "
-        f"once, and learned from {args.num_ppo_epochs} times"
+        f"work:    {completions:,} completions {unit}, with at most {tokens:,} tokens in all, each "
+        f"sampled once, and learned from {args.num_ppo_epochs} times"
     )
 
 
