@@ -18,6 +18,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "learning"))
 import arena
 import optimum
+import rates
 import real
 import reward_levels
 import textworld_games
@@ -25,8 +26,12 @@ import told
 
 PAGES = [HERE / "README.md", HERE / "NOTES.md"]
 # names in statistics.json
-TODAY = "less the mean of others at a place"
-BEFORE_TODAY = "before trusted values as they are", "with trusted values as they are"
+TODAY = "less the mean of others at a place, unless the critic knows it"
+BEFORE_TODAY = (
+    "before trusted values as they are",
+    "with trusted values as they are",
+    "less the mean of others at a place",
+)
 PLACE = re.compile(r"(<!-- (\w+\.json) -->\n\n)(?:\|.*\n)*\n*")
 
 
@@ -162,6 +167,7 @@ TABLES = {
     "estimate.json": estimate,
     "gpu.json": gpu,
     "optimum.json": lambda measured: optimum.table(measured["results"]),
+    "rates.json": rates.table,
     "real.json": real.table,
     "reward_levels.json": reward_levels.table,
     "scaling.json": scaling,
