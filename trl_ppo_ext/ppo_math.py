@@ -34,9 +34,9 @@ KL_ERROR_BOUND = 0.2
 # of a deviation, as a share of the mean: in the unit of returns that vary less, rounding is large
 UNIT_FLOOR = 1e-4
 ROUNDING = 1e-6  # of equal values in float32, as a share of their mean
-OUTLYING = 1000.0  # times the largest of the other scores
-OFF_SCALE = 1 / 4  # of a rollout's completions, at most; more of them have a scale of their own
+OUTLYING = 1000.0  # times the largest distance of a score of another prompt
 FEWEST = 8  # completions among which there are outliers, and a mean tells something
+FEWEST_PROMPTS = 4  # of which one may have outliers
 # of scores in a completion; later ones share a number, so that tables have one size on all ranks
 MOST_PLACES = 4096
 TRUST = 2.0  # factor of a token's probability, per rollout, at which the default clip acts
@@ -588,22 +588,22 @@ class Moments(NamedTuple):
         return 1.0
 
 
-def outliers(totals: Tensor, counts: Tensor) -> Tensor:
-    """True at totals that are `OUTLYING` times as large as any other, of a quarter of the batch at
-    most.
+def outliers(totals: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
+    """True at totals of one prompt that are `OUTLYING` times as far from the median as any total of
+    the other prompts.
 
-    `totals` and `counts` are `[batch]`, of all ranks. A rare success beside small penalties is none
-    of them. Nothing is an outlier among zeros, which have no scale, or among fewer than `FEWEST`.
+    `totals` and `counts` are `[batch]`, of all ranks, with `group_size` completions of each prompt
+    in a row. Nothing is an outlier where all others are equal, which have no scale, or among fewer
+    than `FEWEST`.
     """
-    sizes = totals.abs().masked_fill(~counts, 0).sort().values
-    smaller = sizes[:-1]
-    larger = sizes[1:]
-    number = counts.sum()
-    allowed = torch.where(number >= FEWEST, (number * OFF_SCALE).long(), 0)
-    left = torch.arange(len(smaller), 0, -1, device=totals.device)  # totals from each one on
-    is_jump = (smaller > 0) & (larger > OUTLYING * smaller) & (left <= allowed)
-    smallest = larger.masked_fill(~is_jump, torch.inf).amin() if len(larger) else torch.inf
-    return counts & (totals.abs() >= smallest)
+    center = totals.masked_fill(~counts, torch.nan).nanmedian()
+    distances = (totals - center).abs().masked_fill(~counts, 0)
+    of_prompts = distances.view(-1, group_size).amax(1)
+    prompt = torch.arange(len(totals), device=totals.device) // group_size
+    is_farthest = prompt == of_prompts.argmax()
+    largest = distances.masked_fill(is_farthest, 0).amax()
+    is_enough = (counts.sum() >= FEWEST) & (len(of_prompts) >= FEWEST_PROMPTS)
+    return counts & is_farthest & is_enough & (largest > 0) & (distances > OUTLYING * largest)
 
 
 def adapt_kl_coef(

@@ -43,6 +43,8 @@ class CriticAdvantages(NamedTuple):
     uncut: Tensor  # 1 at outcomes without a value after a limit; at all if these are too few
     explains: Tensor  # what the baseline says of outcomes around their mean
     weights: Tensor | None = None  # [batch, 1 or 2], of the critic and of other completions
+    # deviation of the outcomes of this rollout, 0 if they are equal, or the critic has no units
+    spread: float = 0.0
     unit: float = 1.0  # by which the advantages are divided, in that of the rewards
 
 
@@ -96,6 +98,10 @@ def gae_with_critic(
     _, outcomes = ppo_math.gae(rewards, nothing, steps, gamma, 1.0)
     enters = steps if ordinary is None else steps & ordinary[:, None]
     seen_after = seen.add(outcomes, enters, all_sum, MEMORY)
+    spread = 0.0
+    if is_normalized:
+        own = Moments().add(outcomes, enters, all_sum)
+        spread = own.unit if own.varies else 0.0
 
     # 2. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of
     # its first rollout, and of the next one if all returns were equal, which have no unit.
@@ -173,6 +179,7 @@ def gae_with_critic(
         uncut=uncut,
         explains=explains,
         weights=weights,
+        spread=spread,
     )
     return result, seen_after
 
@@ -196,8 +203,8 @@ def mean_of_others_at_place(
 def divide_by_unit(result: AnyAdvantages, seen: Moments, largest: float = 0.0) -> AnyAdvantages:
     """Divide the advantages by the deviation of the returns: no scale of the rewards is left.
 
-    The divisor is at least a tenth of the largest deviation of the run, but for one rollout whose
-    scores may have been broken. So advantages fade once a task is nearly solved, and the small
+    The divisor is at least a tenth of the largest deviation of the run, except for one rollout,
+    whose scores may have been broken. So advantages fade once a task is nearly solved, and the small
     differences that are left are not scaled up. A KL in the loss is divided by the same unit.
     Advantages are clamped beyond what a return that counts in the unit can reach.
     """

@@ -225,10 +225,7 @@ def estimate_by_critic(
     )
 
     # 5. What the next rollouts must know: deviations, and rewards that the critic has seen.
-    enters = credit.steps & ordinary[:, None]
-    own = ppo_math.Moments().add(result.outcomes, enters, components.all_sum)
-    if own.varies:
-        run = run._replace(spreads=two_largest(*run.spreads, own.unit))
+    run = run._replace(spreads=two_largest(*run.spreads, result.spread))
     counted = credit.response_mask & ordinary[:, None]
     rewards = run.critic.rewards.add(samples.scored.tokens, counted, components.all_sum, MEMORY)
     # values that were fitted to these very returns explain nothing yet
@@ -360,11 +357,11 @@ def two_largest(*values: float) -> tuple[float, float]:
 def outlying(totals: Tensor, usable: Tensor, groups: Groups) -> Tensor:
     """True at completions whose scores are far beyond those of all others of a rollout,
     `[batch]`."""
-    outliers = ppo_math.outliers(groups.gather(totals), groups.gather(usable))
+    outliers = ppo_math.outliers(groups.gather(totals), groups.gather(usable), groups.size)
     if outliers.any():
         logger.warning_once(
-            "A score is more than %g times as large as others of its rollout; it does not enter "
-            "the units of advantages and values. Such scores are counted by "
+            "A score is more than %g times as far from the usual one as those of other prompts; it "
+            "does not enter the units of advantages and values. Such scores are counted by "
             "`outlying_completions`.",
             ppo_math.OUTLYING,
         )

@@ -217,11 +217,22 @@ def test_one_score_of_a_million_is_an_outlier():
     assert not outliers(totals, totals < 1e5).any()  # it was excluded already
 
 
-@pytest.mark.parametrize("broken, found", [(1, 1), (2, 2), (8, 8), (9, 0), (32, 0)])
-def test_scores_of_a_broken_prompt_are_outliers_unless_they_are_many(broken, found):
-    totals = torch.randn(32)
+@pytest.mark.parametrize(
+    "size, broken, found", [(1, 1, 1), (1, 2, 0), (4, 4, 4), (4, 3, 3), (4, 5, 0), (16, 16, 0)]
+)
+@pytest.mark.parametrize("shift", [0, 50])
+def test_scores_of_one_prompt_may_be_outliers(size, broken, found, shift):
+    totals = torch.randn(32) + shift
     totals[:broken] = torch.tensor([1e6, -1e5]).repeat(16)[:broken]
-    assert outliers(totals, torch.ones(32).bool()).nonzero().flatten().tolist() == [*range(found)]
+    found_rows = outliers(totals, torch.ones(32).bool(), size).nonzero().flatten()
+    assert found_rows.tolist() == [*range(found)]
+
+
+@pytest.mark.parametrize("others", [0.0, 1e-7, 5e-4])
+def test_successes_of_several_prompts_are_no_outliers(others):
+    totals = torch.full((64,), -others) * torch.rand(64)
+    totals[:12] = 1.0
+    assert not outliers(totals, torch.ones(64).bool()).any()
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])
