@@ -453,8 +453,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         self._settle_schedule()
         # 5. Fields of PPO, from which others have followed by now
         inherited = {entry.name for entry in fields(TrainingArguments)}
-        own = [entry.name for entry in fields(self) if entry.name not in inherited]
-        self.settled = {name: getattr(self, name) for name in own}
+        own = {entry.name for entry in fields(self)} - inherited - {"model_init_kwargs"}
+        self.settled = {name: getattr(self, name) for name in sorted(own)}
 
     def check_unchanged(self) -> None:
         """Raise if fields of PPO were set after the construction, which nothing followed."""
@@ -976,6 +976,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         args.critic = "none"
         args.advantage_estimator = "reinforce"
         args.normalize_values = False
+        args.settled = {name: getattr(args, name) for name in self.settled}
         return args
 
     @property

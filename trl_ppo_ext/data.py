@@ -227,7 +227,8 @@ def encode(
         )
     parts = [message["content"] for message in prompt if isinstance(message.get("content"), list)]
     if any(
-        not isinstance(part, dict) or part.get("type") != "text"
+        not (isinstance(part, dict) and part.get("type") == "text")
+        or not isinstance(part.get("text"), str)
         for content in parts
         for part in content
     ):

@@ -1039,10 +1039,11 @@ class PPOTrainer(Trainer):
             "run": self.run_state.to_json(),
             "settings": files.run_settings(self.args) | self._inputs,
             # for `trl-ppo chat`; a resumed run compares the digest among its inputs
-            "chat_template_kwargs": self.args.to_dict()["chat_template_kwargs"],
+            "chat_template_kwargs": json.loads(
+                json.dumps(self.args.chat_template_kwargs, default=str)
+            ),
         }
-        text = json.dumps(state, indent=2, default=str)
-        Path(directory, files.STATE).write_text(text)
+        Path(directory, files.STATE).write_text(json.dumps(state, indent=2))
         self.processing_class.save_pretrained(directory)
         hub.model_card(self, final_directory).save(os.path.join(directory, "README.md"))
 

@@ -70,14 +70,14 @@ def _scale_rewards(config: Any, value: Any) -> Settings:
                 "%s."
             )
             logger.warning(message, value, remedy)
+    for_batch = ""
+    if config.critic == "none":
+        for_batch = "; 'batch' is `advantage_estimator='dr_grpo', whiten_advantages=True`"
     return _choose(
         "scale_rewards",
         scale,
         options,
-        f"advantages are those of `critic={config.critic!r}`; for those of 'batch' set "
-        "`advantage_estimator='dr_grpo', whiten_advantages=True`"
-        if config.critic == "none"
-        else f"advantages are those of `critic={config.critic!r}`",
+        f"advantages are those of `critic={config.critic!r}`{for_batch}",
     )
 
 

@@ -77,6 +77,14 @@ def test_field_that_is_set_after_the_construction_is_refused(
         build(tmp_path, {"args": args})
 
 
+def test_arguments_of_the_model_may_be_set_after_the_construction(tmp_path):
+    """As commands and scripts of TRL do."""
+    args = config(tmp_path)
+    args.model_init_kwargs = {"dtype": "float32"}
+    args.check_unchanged()
+    args.without_rewards().check_unchanged()
+
+
 def test_replaced_training_data_are_refused(tmp_path):
     built = build(tmp_path, {})
     built.train_dataset = prompts(5)

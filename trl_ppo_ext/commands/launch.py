@@ -253,8 +253,8 @@ def _read_config(path: str) -> dict[str, Any]:
     """Read a config file, check its keys, and set the environment variables that it holds."""
     if not os.path.isfile(path):
         raise ValueError(
-            f"`--config` must be a YAML file, got {path!r}; the working directory is {os.getcwd()}. A "
-            "model is named by `--model_name_or_path`."
+            f"`--config` must be a YAML file, got {path!r}; the working directory is "
+            f"{os.getcwd()}. A model is named by `--model_name_or_path`."
         )
     with open(path, encoding="utf-8") as file:
         text = file.read()

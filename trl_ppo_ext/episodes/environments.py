@@ -22,7 +22,7 @@ from trl import is_conversational
 
 from ..concurrency import FAILURES, called, in_thread, leave_blocked_loops, started
 from ..config import EARLIER_NAME, PRIVILEGED_STATE
-from ..data import TOKEN_COLUMNS, PromptError, with_prompts
+from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, with_prompts
 from ..redaction import redacted, shortened
 from ..rewards import RewardError, ScoringBatch
 from ..rewards.scoring import CPU, guarded, seeded
@@ -409,6 +409,8 @@ class Environments:
         else:
             names = [None]
         columns = set(dataset.column_names) - self.hidden
+        if "prompt" in columns and len(dataset) and dataset[0]["prompt"] == NO_PROMPT:
+            columns.remove("prompt")  # which stands for none
         for name in names:
             environment = self.kind({"environment": name}).first  # the pool may be empty
             if isinstance(environment, TextEnvironment):

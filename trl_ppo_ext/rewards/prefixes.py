@@ -137,14 +137,14 @@ class Changes(NamedTuple):
 def usual_scores(
     scores: Tensor, numbers: Tensor, mask: Tensor, all_sum: Reduction = torch.clone
 ) -> Tensor:
-    """Mean score at each number, `[MOST_PLACES]`; where few completions go on, that of the last
-    number which most had.
+    """Mean score at each number, `[MOST_PLACES]`; where fewer than eight completions go on, that of
+    the last number which eight had, or all if they are fewer.
 
     Otherwise the longest completion would be compared with itself.
     """
     totals, counts = sums_by_number(scores, numbers, mask, all_sum)
     means = totals / counts.clamp(min=1)
-    enough = counts >= counts.max().clamp(max=FEWEST)
+    enough = counts >= counts[-1].clamp(max=FEWEST)  # each completion has one last score
     number = torch.arange(MOST_PLACES, device=scores.device)
     return means[(number * enough).cummax(0).values]
 
@@ -154,8 +154,8 @@ def pay_changes(
 ) -> Changes:
     """Pay each token the change of the score, if scores of prefixes foresee the last one.
 
-    Scores are taken less the usual one of their place in this rollout. The changes then sum to the score
-    less that of the prompt and a number that all completions share. So with γ = 1 the task is that
+    Scores are taken less the usual one of their place in this rollout. The changes then sum to the
+    score less that of the prompt and a number that all completions share. So with γ = 1 the task is that
     of a score at the end. If earlier scores are noise, all is paid at the end.
 
     Source: Ng, Harada and Russell, "Policy invariance under reward transformations" (1999)

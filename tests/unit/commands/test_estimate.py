@@ -193,7 +193,10 @@ def test_estimate_command_reads_the_file_of_a_run(large, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("max_steps", "expected"),
     [
-        (10, "384 completions in the run, with at most 12,288 tokens in all"),  # three rollouts are begun
+        (
+            10,
+            "384 completions in the run, with at most 12,288 tokens in all",
+        ),  # three rollouts are begun
         (-1, "128 completions per rollout, with at most 4,096 tokens in all"),
     ],
 )
