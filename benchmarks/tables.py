@@ -144,7 +144,8 @@ def statistics_of_today(measured: list[dict]) -> str:
     runs: dict[tuple[str, str, str], dict[int, float]] = {}
     for run in measured:
         is_same = run["code"] in BEFORE_TODAY and set(run.get("lam", ())) == {1.0}
-        if run["task"] not in arena.LENGTHS or not (run["code"] == TODAY or is_same):
+        has_defaults = "lam" not in run["rival"] and (run["code"] == TODAY or is_same)
+        if run["task"] not in arena.LENGTHS or not has_defaults:
             continue
         level = f"{run['lam'][0]:g}"
         mean = statistics.mean(run.get("success", run["shares"]))
