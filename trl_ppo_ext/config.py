@@ -36,6 +36,13 @@ PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("preset
 NUM_MINI_BATCHES = 4  # by default
 # values of `lr_scheduler_type`: schedules that follow `metric_for_best_model`, and count no steps
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+# fields from which nothing follows: scripts set some of them after the construction
+SET_LATER = {
+    "chat_template_kwargs",
+    "model_init_kwargs",
+    "stop_token_ids",
+    "transformers_continuous_batching_config",
+}
 # method of an environment, as the prompt of critic or reference, and its earlier name
 PRIVILEGED_STATE = "privileged_state"
 EARLIER_NAME = "hidden_state"
@@ -453,7 +460,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         self._settle_schedule()
         # 5. Fields of PPO, from which others have followed by now
         inherited = {entry.name for entry in fields(TrainingArguments)}
-        own = {entry.name for entry in fields(self)} - inherited - {"model_init_kwargs"}
+        own = {entry.name for entry in fields(self)} - inherited - SET_LATER
         self.settled = {name: getattr(self, name) for name in sorted(own)}
 
     def check_unchanged(self) -> None:
