@@ -517,14 +517,11 @@ class Moments(NamedTuple):
     mean: float = 0.0
     squares: float = 0.0
 
-    def add(
-        self, x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone, memory: float | None = None
-    ) -> "Moments":
-        """Add a batch, `[batch]` or `[batch, response]`.
-
-        With a `memory`, all earlier batches together weigh at most as much as so many rows of this
-        one. Otherwise a mean that moves from rollout to rollout would count as spread.
-        """
+    @classmethod
+    def of(
+        cls, x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone
+    ) -> tuple["Moments", float]:
+        """Moments of a batch, `[batch]` or `[batch, response]`, and how many values a row has."""
         # float64 if the device has it (Apple's GPUs do not): the sums must not depend on batch
         # sizes
         if x.device.type == "mps":
@@ -542,21 +539,38 @@ class Moments(NamedTuple):
         )
         mean = total / count.clamp(min=1)
         squares = all_sum((mask * (x - mean) ** 2).sum())
+        per_row = count / num_rows.clamp(min=1)
         # the only wait for the device
-        mean, count, num_rows, squares = torch.stack([mean, count, num_rows, squares]).tolist()
-        if not count:
+        mean, count, squares, per_row = torch.stack([mean, count, squares, per_row]).tolist()
+        return cls(count, mean, squares), per_row
+
+    def joined(self, batch: "Moments", most: float = math.inf) -> "Moments":
+        """These values, which weigh at most `most`, and those of a batch."""
+        if not batch.weight:
             return self
-        before = self.weight
-        if memory is not None:
-            before = min(before, memory * count / num_rows)
+        before = min(self.weight, most)
         if self.weight:
             kept = before / self.weight
         else:
             kept = 0.0
-        shift = mean - self.mean
-        all_weight = before + count
-        squares += kept * self.squares + shift**2 * before * count / all_weight
-        return Moments(all_weight, self.mean + shift * count / all_weight, squares)
+        shift = batch.mean - self.mean
+        weight = before + batch.weight
+        mean = self.mean + shift * batch.weight / weight
+        squares = kept * self.squares + batch.squares + shift**2 * before * batch.weight / weight
+        return Moments(weight, mean, squares)
+
+    def add(
+        self, x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone, memory: float | None = None
+    ) -> "Moments":
+        """Add a batch, `[batch]` or `[batch, response]`.
+
+        With a `memory`, all earlier batches together weigh at most as much as so many rows of this
+        one. Otherwise a mean that moves from rollout to rollout would count as spread.
+        """
+        batch, per_row = Moments.of(x, mask, all_sum)
+        if memory is None:
+            return self.joined(batch)
+        return self.joined(batch, most=memory * per_row)
 
     @property
     def varies(self) -> bool:

@@ -22,10 +22,10 @@ ROLLOUT = {
     "updates.py:start": 1,  # optimizer steps without a token
     "trainer.py:_collect": 1,  # tokens over all ranks
 }
-# moments of the rewards, of the returns, and of those of this rollout; the warning of a score
-# beyond all others; what scores tell for λ
+# moments of the rewards and of the returns; the warning of a score beyond all others; what scores
+# tell for λ
 WITH_CRITIC = {
-    "ppo_math.py:add": 3,
+    "ppo_math.py:of": 2,
     "credit.py:outlying": 1,
     "places.py:add": 1,
 }

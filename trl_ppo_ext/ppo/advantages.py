@@ -97,11 +97,11 @@ def gae_with_critic(
     nothing = torch.zeros_like(rewards)
     _, outcomes = ppo_math.gae(rewards, nothing, steps, gamma, 1.0)
     enters = steps if ordinary is None else steps & ordinary[:, None]
-    seen_after = seen.add(outcomes, enters, all_sum, MEMORY)
+    own, per_row = Moments.of(outcomes, enters, all_sum)
+    seen_after = seen.joined(own, most=MEMORY * per_row)
     spread = 0.0
-    if is_normalized:
-        own = Moments().add(outcomes, enters, all_sum)
-        spread = own.unit if own.varies else 0.0
+    if is_normalized and own.varies:
+        spread = own.unit
 
     # 2. Values in the unit of the rewards. A new critic outputs 0: it predicts the mean return of
     # its first rollout, and of the next one if all returns were equal, which have no unit.
