@@ -776,13 +776,12 @@ class PPOConfig(TRLFields, TrainingArguments):
                 raise ValueError(
                     f"`{name}={value!r}` is not supported: {why}. Leave it at {default!r}."
                 )
-        for name, reading in (
-            ("load_best_model_at_end", True),
-            *(("lr_scheduler_type", schedule) for schedule in METRIC_SCHEDULES),
-        ):
-            if getattr(self, name) == reading and self.metric_for_best_model is None:
+        read_a_metric: list[tuple[str, object]] = [("load_best_model_at_end", True)]
+        read_a_metric += [("lr_scheduler_type", schedule) for schedule in METRIC_SCHEDULES]
+        for name, value in read_a_metric:
+            if getattr(self, name) == value and self.metric_for_best_model is None:
                 raise ValueError(
-                    f"`{name}={reading}` needs `metric_for_best_model`, e.g. 'eval_reward'."
+                    f"`{name}={value}` needs `metric_for_best_model`, e.g. 'eval_reward'."
                 )
 
     def _check_kl(self) -> None:

@@ -280,10 +280,9 @@ def check_settings(
     change = SettingsChange.between(saved, current)
     changed, refused = change
     impossible = changed.keys() & NEVER_CHANGED
-    follows_metric = [
-        settings.get("lr_scheduler_type") in METRIC_SCHEDULES for settings in (saved, current)
-    ]
-    if follows_metric[0] != follows_metric[1]:  # one counts evaluations, the other one steps
+    schedules = saved.get("lr_scheduler_type"), current.get("lr_scheduler_type")
+    followed_metric, follows_metric = (schedule in METRIC_SCHEDULES for schedule in schedules)
+    if followed_metric != follows_metric:  # one counts evaluations, the other one steps
         impossible.add("lr_scheduler_type")
     if impossible or (refused and not may_change):
         listed = ", ".join(changed[name] for name in sorted(impossible or refused))
