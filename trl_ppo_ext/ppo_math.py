@@ -607,8 +607,8 @@ def outliers(totals: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
     the other prompts.
 
     `totals` and `counts` are `[batch]`, of all ranks, with `group_size` completions of each prompt
-    in a row. Nothing is an outlier where all others are equal, which have no scale, or among fewer
-    than `FEWEST`.
+    in a row. Nothing is an outlier where all others are equal up to rounding, which have no scale,
+    or among fewer than `FEWEST`.
     """
     center = totals.masked_fill(~counts, torch.nan).nanmedian()
     distances = (totals - center).abs().masked_fill(~counts, 0)
@@ -616,8 +616,9 @@ def outliers(totals: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
     prompt = torch.arange(len(totals), device=totals.device) // group_size
     is_farthest = prompt == of_prompts.argmax()
     largest = distances.masked_fill(is_farthest, 0).amax()
+    varies = largest > ROUNDING * center.abs()
     is_enough = (counts.sum() >= FEWEST) & (len(of_prompts) >= FEWEST_PROMPTS)
-    return counts & is_farthest & is_enough & (largest > 0) & (distances > OUTLYING * largest)
+    return counts & is_farthest & is_enough & varies & (distances > OUTLYING * largest)
 
 
 def adapt_kl_coef(

@@ -235,6 +235,14 @@ def test_successes_of_several_prompts_are_no_outliers(others):
     assert not outliers(totals, torch.ones(64).bool()).any()
 
 
+def test_scores_that_differ_by_rounding_have_no_outliers():
+    parts = torch.tensor([[0.1, 0.9], [0.3, 0.7], [0.6, 0.4], [0.2, 0.8]]).repeat(8, 1)
+    totals = (0.7 * parts).sum(1)
+    assert len(totals.unique()) > 1
+    totals[0] = 0.0
+    assert not outliers(totals, torch.ones(32).bool()).any()
+
+
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_few_completions_have_no_outliers(count):
     totals = torch.randn(32)
