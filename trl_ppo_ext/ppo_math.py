@@ -617,7 +617,8 @@ def outliers(totals: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
     is_farthest = prompt == of_prompts.argmax()
     largest = distances.masked_fill(is_farthest, 0).amax()
     varies = largest > ROUNDING * center.abs()
-    is_enough = (counts.sum() >= FEWEST) & (len(of_prompts) >= FEWEST_PROMPTS)
+    num_prompts = counts.view(-1, group_size).any(1).sum()
+    is_enough = (counts.sum() >= FEWEST) & (num_prompts >= FEWEST_PROMPTS)
     return counts & is_farthest & is_enough & varies & (distances > OUTLYING * largest)
 
 

@@ -235,6 +235,13 @@ def test_successes_of_several_prompts_are_no_outliers(others):
     assert not outliers(totals, torch.ones(64).bool()).any()
 
 
+@pytest.mark.parametrize("count, found", [(16, 0), (24, 0), (32, 8)])
+def test_prompts_without_scores_are_not_counted(count, found):
+    totals = torch.randn(40)
+    totals[:8] = 1e6
+    assert outliers(totals, torch.arange(40) < count, 8).sum() == found
+
+
 def test_scores_that_differ_by_rounding_have_no_outliers():
     parts = torch.tensor([[0.1, 0.9], [0.3, 0.7], [0.6, 0.4], [0.2, 0.8]]).repeat(8, 1)
     totals = (0.7 * parts).sum(1)
