@@ -460,7 +460,8 @@ class PPOConfig(TRLFields, TrainingArguments):
         self._settle_schedule()
         # 5. Fields of PPO, from which others have followed by now
         inherited = {entry.name for entry in fields(TrainingArguments)}
-        own = {entry.name for entry in fields(self)} - inherited - SET_LATER
+        # not those of a subclass, from which nothing follows here
+        own = {entry.name for entry in fields(PPOConfig)} - inherited - SET_LATER
         self.settled = {name: getattr(self, name) for name in sorted(own)}
 
     def check_unchanged(self) -> None:

@@ -3,6 +3,7 @@ possible."""
 
 import functools
 import re
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from trl_ppo_ext import PPOTrainer, arguments
+from trl_ppo_ext import PPOConfig, PPOTrainer, arguments
 from trl_ppo_ext import trainer as trainers
 from trl_ppo_ext.ppo import metrics
 from trl_ppo_ext.tracking import completions
@@ -83,6 +84,24 @@ def test_arguments_of_the_model_may_be_set_after_the_construction(tmp_path):
     args.model_init_kwargs = {"dtype": "float32"}
     args.check_unchanged()
     args.without_rewards().check_unchanged()
+
+
+def test_fields_of_a_subclass_may_be_set_after_the_construction(tmp_path):
+    @dataclass
+    class Own(PPOConfig):
+        task: str | None = None
+
+        def __post_init__(self):
+            super().__post_init__()
+            self.task = self.task or "reverse"
+
+    args = Own(str(tmp_path), use_cpu=True)
+    args.check_unchanged()
+    args.task = "length"
+    args.without_rewards().check_unchanged()
+    args.gamma = 0.9
+    with pytest.raises(ValueError, match=r"^`gamma` of the config changed"):
+        args.check_unchanged()
 
 
 def test_replaced_training_data_are_refused(tmp_path):
