@@ -12,10 +12,13 @@ import torch
 from peft import LoraConfig
 from runs_of_tiny import weights
 from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import BitsAndBytesConfig
 
 from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.checkpoints.files import CheckpointError, digest_of_function
+from trl_ppo_ext.checkpoints.resume import load_under_own_rates
 
 SAVING = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
 
@@ -229,6 +232,25 @@ def test_plateau_schedule_goes_on_under_changed_rates(
     assert critic["lr"] / first == pytest.approx(
         again.optimizer.param_groups[0]["lr"] / again.args.learning_rate
     )
+
+
+@pytest.mark.parametrize("rate, factor", [(5e-5, 0.5), (5e-5, 0.95), (3e-4, 0.1)])
+def test_plateau_schedule_resumes_the_very_rates(rate, factor):
+    def build():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
+        optimizer.param_groups[0]["initial_lr"] = rate
+        return optimizer, ReduceLROnPlateau(optimizer, factor=factor, patience=0)
+
+    def load(*loaded):
+        for own, saved in zip(loaded, (optimizer, schedule)):
+            own.load_state_dict(saved.state_dict())
+
+    optimizer, schedule = build()
+    for _ in range(8):
+        schedule.step(1.0)
+        resumed = build()
+        load_under_own_rates(*resumed, partial(load, *resumed))
+        assert resumed[0].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize("plateau_comes", ["first", "second"])

@@ -346,7 +346,8 @@ def load_under_own_rates(
     # the schedule has reduced or raised the saved rates, and so these
     for group, (rate, initial_rate) in zip(optimizer.param_groups, saved_rates):
         if initial_rate:  # an earlier version did not save it
-            group["lr"] = group["initial_lr"] * rate / initial_rate
+            # this quotient is exactly 1 if the rate is the same
+            group["lr"] = rate * (group["initial_lr"] / initial_rate)
     progress = {name: x for name, x in vars(scheduler).items() if name in METRIC_PROGRESS}
     vars(scheduler).update(attributes | progress)
 
