@@ -137,6 +137,11 @@ def talk(options: argparse.Namespace) -> None:
     console = Console(file=sys.stdout)
     has_template = tokenizer.chat_template is not None or "chat_template" in template_kwargs
     chats = has_template and not options.plain
+    if options.chat_template_kwargs and not chats:
+        raise ValueError(
+            "`--chat_template_kwargs` needs a chat template, got "
+            f"{'`--plain`' if options.plain else 'a tokenizer without one'}; remove it."
+        )
     voices = [
         Voice(
             model,

@@ -172,6 +172,15 @@ def test_chat_names_wrong_arguments_of_the_template(text, capsys):
     assert f"got {text!r}" in error
 
 
+@pytest.mark.parametrize(
+    "plain, reason", [([], "a tokenizer without one"), (["--plain"], "`--plain`")]
+)
+def test_arguments_of_the_template_are_refused_without_it(adapter, plain, reason, capsys):
+    arguments = ["chat", str(adapter / "run"), "--prompt", "w3", *plain]
+    assert cli.main([*arguments, "--chat_template_kwargs", '{"enable_thinking": true}']) == 2
+    assert f"needs a chat template, got {reason}; remove it." in capsys.readouterr().err
+
+
 def test_chat_lists_the_dtypes_in_place_of_another_name(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["chat", "run", "--dtype", "bf16"])
