@@ -210,7 +210,9 @@ class TextEnvironment:
 
     def _arguments(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
         """Arguments of `reset`: the seed, and the row as a dict or by its columns."""
-        if self.names & {"row", "options"}:  # the latter is Gymnasium's
+        names_columns = self.names & (row.keys() - {"options", "seed"})
+        # `options` are Gymnasium's, unless others are columns, e.g. a question with its options
+        if "row" in self.names or ("options" in self.names and not names_columns):
             values = {"row": row, "options": row, "seed": seed}
         else:  # as in TRL
             values = row | {"seed": seed}

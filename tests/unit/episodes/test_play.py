@@ -500,6 +500,19 @@ def test_reset_of_a_plain_environment_gets_what_it_names(signature):
     assert (episode.environment.row, episode.environment.seed) == (expected, 11)
 
 
+def test_options_of_a_question_are_a_column():
+    class Choice(Walk):
+        def reset(self, question, options, seed):
+            self.place = 0
+            self.read = question, options, seed
+
+    rows = rows_of("alpha", question=["two?"], options=[["1", "2"]])
+    player = player_of({"alpha": ["x", "right"]}, rows, factory=Choice)
+    player.environments.checked(Dataset.from_list(rows))
+    [episode] = played(player, rows, [11])
+    assert episode.error is None and episode.environment.read == ("two?", ["1", "2"], 11)
+
+
 def test_reset_that_names_no_column_raises_before_training():
     class Misnamed(Walk):
         def reset(self, question, seed=None):
