@@ -180,11 +180,7 @@ class ChatFormat:
                 # some templates omit those of a call without any
                 if function.get("arguments") is None:
                     function["arguments"] = {}
-            return message | {
-                "content": (message.get("content") or "").removesuffix(
-                    self.tokenizer.eos_token or ""
-                )
-            }
+            return message | {"content": message.get("content") or ""}
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
             return None
 
@@ -194,7 +190,12 @@ class ChatFormat:
             message = self._read(turn, prefix, schemas)
         else:
             message = None
-        return message or {
-            "role": "assistant",
-            "content": self.tokenizer.decode(turn, skip_special_tokens=True),
-        }
+        if message is None:
+            text = self.tokenizer.decode(turn, skip_special_tokens=True)
+            return {"role": "assistant", "content": text}
+        if turn[-1] not in self.special_ids:
+            return message
+        # the parser keeps the token that ended the turn, and some models stop at several
+        end = self.tokenizer.decode(turn[-1:])
+        texts = {name: x.removesuffix(end) for name, x in message.items() if isinstance(x, str)}
+        return message | texts

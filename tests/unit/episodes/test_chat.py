@@ -391,6 +391,19 @@ def test_turn_without_a_valid_call_is_text(turn):
     }
 
 
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>", ""])
+@pytest.mark.parametrize(
+    "template, part", [("qwen3", "content"), ("qwen3_5_think", "reasoning_content")]
+)
+def test_token_that_ends_a_turn_is_no_text_of_it(template, part, end):
+    """Models stop at several: <|endoftext|> is in the generation configs of Qwen, too."""
+    chat, render = opened(template)
+    ids = chat.tokenizer(f"It is 4.{end}")["input_ids"]
+    message = chat.parsed(ids, render(QUESTION, True), [SCHEMA])
+    assert message[part] == "It is 4."
+    assert set(message) <= {"role", "content", "reasoning_content"}
+
+
 @pytest.mark.parametrize("anchor", ["<|im_start|>assistant\n", "<|im_start|> assistant\n"])
 def test_header_that_the_parser_does_not_find_is_refused(anchor):
     """Otherwise a turn would call the tools of earlier turns again."""
