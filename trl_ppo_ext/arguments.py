@@ -244,7 +244,8 @@ def load_tokenizer(
         )
     if (tokenizer.pad_token_id or 0) >= vocab_size:  # added to the tokenizer only
         tokenizer.pad_token = None
-    ensure_pad_token(tokenizer, stop_token_ids(tokenizer, generation_config, stops), args.pad_token)
+    all_stops = stop_token_ids(tokenizer, generation_config, vocab_size, stops)
+    ensure_pad_token(tokenizer, all_stops, args.pad_token)
     pad = tokenizer.pad_token_id
     if pad >= vocab_size:
         raise ValueError(

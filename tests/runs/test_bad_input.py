@@ -438,6 +438,25 @@ def test_pad_token_beyond_the_embedding_raises(tmp_path):
     )
 
 
+@pytest.mark.parametrize("eos", [[1, 32], [1, -1]])
+def test_eos_that_the_model_lacks_ends_nothing(tmp_path, eos):
+    model = llama()
+    model.generation_config.eos_token_id = eos
+    run = build(tmp_path, {"model": lambda: model})
+    run.train()
+    assert run.components.player.generator.stop_token_ids == {1}
+
+
+def test_model_without_any_of_the_eos_is_refused(tmp_path):
+    larger = tokenizer()
+    larger.add_special_tokens({"eos_token": "<|im_end|>"})
+    model = llama()
+    model.generation_config.eos_token_id = None
+    parts = {"processing_class": lambda: larger, "model": lambda: model}
+    with pytest.raises(ValueError, match="No EOS token ends a completion"):
+        build(tmp_path, parts)
+
+
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 
 

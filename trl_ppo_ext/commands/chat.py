@@ -88,7 +88,12 @@ def load(run_dir: str, dtype: str) -> tuple[Any, PreTrainedTokenizerBase, dict[s
     state = read_state(run_dir) if has_file(run_dir, STATE) else {}
     settings = state.get("settings", {})
     # as in training: its stops and those of both, and no filter or penalty of the base's own config
-    stops = stop_token_ids(tokenizer, model.generation_config, settings.get("stop_token_ids"))
+    stops = stop_token_ids(
+        tokenizer,
+        model.generation_config,
+        vocab_size=model.config.get_text_config().vocab_size,
+        others=settings.get("stop_token_ids"),
+    )
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     plain = GenerationConfig(
         eos_token_id=stops or None,

@@ -70,17 +70,18 @@ def cut_at_stop(completion: list[int], stop_token_ids: frozenset[int]) -> list[i
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase,
     generation_config: GenerationConfig | None,
+    vocab_size: int,
     others: list[int] | None = None,
 ) -> list[int]:
     """Tokens that end a completion: the tokenizer's EOS, those of the model's generation config,
-    and others."""
+    and others, except for ids that the model does not have and so never samples."""
     model_stops = getattr(generation_config, "eos_token_id", None)
     ids = {
         tokenizer.eos_token_id,
         *(model_stops if isinstance(model_stops, list) else [model_stops]),
         *(others or []),
     }
-    return sorted(ids - {None})
+    return sorted(token for token in ids - {None} if 0 <= token < vocab_size)
 
 
 def ensure_pad_token(

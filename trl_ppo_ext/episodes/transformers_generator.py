@@ -65,7 +65,10 @@ class TransformersGenerator(Generator):
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": stop_token_ids(
-                tokenizer, actor_critic.policy.generation_config, args.stop_token_ids
+                tokenizer,
+                actor_critic.policy.generation_config,
+                vocab_size=actor_critic.config.get_text_config().vocab_size,
+                others=args.stop_token_ids,
             ),
             "use_cache": True,
         } | {name: getattr(args, name) for name in SAMPLING}

@@ -64,7 +64,10 @@ class VLLMGenerator(Generator):
         self.args = args
         self.limit = args.max_completion_length
         stops = stop_token_ids(
-            tokenizer, actor_critic.policy.generation_config, args.stop_token_ids
+            tokenizer,
+            actor_critic.policy.generation_config,
+            vocab_size=actor_critic.config.get_text_config().vocab_size,
+            others=args.stop_token_ids,
         )
         self.stop_token_ids = frozenset(stops)
         settings = {name: x for name in SAMPLING if (x := getattr(args, name)) is not None}
