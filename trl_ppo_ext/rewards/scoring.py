@@ -155,7 +155,7 @@ def read_scores(
     places = torch.zeros_like(tokens, dtype=torch.bool)
     prefixes = torch.full((expected, 1 + max(lengths)), torch.nan, dtype=torch.float32)
     failures = {}
-    for index, (entry, length) in enumerate(zip(entries, lengths)):
+    for index, (entry, length) in enumerate(zip(map(_without_array, entries), lengths)):
         if isinstance(entry, RewardError):
             failures[index] = entry
         elif entry is not None and not (
@@ -177,6 +177,17 @@ def read_scores(
                 tokens[index, length - 1] = prefixes[index, length]
                 places[index] = False  # unless its changes are paid
     return Scores(tokens, places, failures, prefixes)
+
+
+def _without_array(entry: Any) -> Any:
+    """A number or lists in place of a tensor or an array, of which one with a single element is a
+    number."""
+    if not isinstance(entry, Tensor | np.ndarray):
+        return entry
+    numbers = entry.flatten().tolist()
+    if len(numbers) == 1:
+        return numbers[0]
+    return entry.tolist()
 
 
 def _at_tokens(entry: Any, length: int, width: int) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,24 @@ def test_scores_may_be_numbers_of_any_kind(scores):
     assert checked.tolist() == [1.0, 2.5, 1.0]
 
 
-@pytest.mark.parametrize("nothing", [None, float("nan"), numpy.float32("nan")])
+@pytest.mark.parametrize("kind", [list, numpy.array, torch.tensor])
+def test_token_rewards_may_be_arrays(kind):
+    scores = read_scores("r", [kind([1, 0, 2.5]), kind([3.0])], [3, 1])
+    assert scores.tokens.tolist() == [[1, 0, 2.5], [3, 0, 0]]
+    assert scores.places.tolist() == [[True, True, True], [True, False, False]]
+
+
+@pytest.mark.parametrize("kind", [numpy.array, torch.tensor])
+def test_array_of_one_number_is_a_score(kind):
+    assert read_scores("r", [kind([[2.5]]), kind(1)], [3, 2]).tokens.tolist() == [
+        [0, 0, 2.5],
+        [0, 1, 0],
+    ]
+
+
+@pytest.mark.parametrize(
+    "nothing", [None, float("nan"), numpy.float32("nan"), torch.tensor(float("nan"))]
+)
 def test_nan_of_a_function_means_that_it_does_not_apply(nothing):
     checked = read_scores("r", [1.0, nothing], [4, 1], nan_is_none=True)
     assert not checked.failures and checked.totals[1].isnan() and checked.totals[0] == 1
