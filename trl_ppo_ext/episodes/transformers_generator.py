@@ -72,6 +72,8 @@ class TransformersGenerator(Generator):
             ),
             "use_cache": True,
         } | {name: getattr(args, name) for name in SAMPLING}
+        # filters of transformers refuse an integer, e.g. of a YAML file
+        settings["repetition_penalty"] = float(args.repetition_penalty)
         self.config = GenerationConfig(**settings | cast(dict, args.generation_kwargs or {}))
         self.stop_token_ids = frozenset(self.config.eos_token_id)
         try:
@@ -228,7 +230,7 @@ class TransformersGenerator(Generator):
         is_greedy = self.temperature == 0
         config = copy(self.config)
         config.max_new_tokens = max(rooms)
-        config.temperature = 1.0 if is_greedy else self.temperature
+        config.temperature = 1.0 if is_greedy else float(self.temperature)
         if is_greedy:
             config.top_k = 1
         ends = _Ends(width, torch.tensor(rooms, device=batch.input_ids.device), self.stop_strings)

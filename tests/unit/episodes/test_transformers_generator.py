@@ -59,6 +59,16 @@ def greedily(trainer, **settings):
     return generator
 
 
+def test_integers_sample_as_the_floats_that_they_are(build):
+    """YAML reads 2 as an integer."""
+    sampled = []
+    for number in (int, float):
+        trainer = build(temperature=number(2), repetition_penalty=number(3))
+        torch.manual_seed(0)
+        sampled.append(trainer.components.player.generator.generate(UNEVEN))
+    assert sampled[0] == sampled[1]
+
+
 # ---- caches ----
 
 
