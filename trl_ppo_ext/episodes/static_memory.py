@@ -1,5 +1,6 @@
 """Tokens, keys and values of rows at addresses that stay, as a CUDA graph needs them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,8 @@ class StaticMemory:
         self.window = Window(slice(0), by_row)
         layers = DynamicCache(config=model.config).layers
         self.cache = Cache(layers=[StaticColumns(self) for _ in layers])
+        windows = [x.sliding_window for x in layers if hasattr(x, "sliding_window")]
+        self.smallest_window = min(windows, default=math.inf)  # of a layer, in columns
 
     def keys_and_values(self) -> list[Tensor]:
         """Keys and values of all layers."""

@@ -142,6 +142,19 @@ class StaticSampler:
         self.last = self._collect(prompts, order, first, end)
         return self.last
 
+    def may_continue(
+        self,
+        prompts: Sequence[list[int]],
+        rooms: Sequence[int],
+        last: Sampled,
+        rows: Sequence[int],
+    ) -> bool:
+        """Check that no sliding window ends within the columns of a next turn: it counts columns,
+        also those that are hidden between turns of a row."""
+        longest_new = max(len(ids) - last.counts[row] for ids, row in zip(prompts, rows))
+        columns = last.width + longest_new + max(rooms)
+        return columns <= self.memory.smallest_window
+
     def reserve(self, rows: int, columns: int, keeps: bool = False) -> None:
         """Make room for rows and columns, e.g. of turns to come; `keeps` keeps earlier ones."""
         if self.memory.grow(rows, columns, keeps):

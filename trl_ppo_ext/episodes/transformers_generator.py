@@ -287,13 +287,19 @@ class KeptConversation:
             self.last = None  # its rows are not those of this call
             return generator.generate(prompts, rooms)
         generator.begin_logprobs()
-        if rows is None or self.last is None or self.last is not sampler.last:
-            # this is the first turn, others have sampled since, or an episode was not in the last
-            # group: all are read again
+        last = self.last
+        if (
+            rows is None
+            or last is None
+            or last is not sampler.last
+            or not sampler.may_continue(prompts, rooms, last, rows)
+        ):
+            # this is the first turn, others have sampled since, an episode was not in the last
+            # group, or a window would end at hidden columns: all are read again
             sampler.reserve(len(prompts), longest_row(prompts, rooms))
             self.last = generator.step_batch(sampler, prompts, rooms)
         else:
-            self.last = generator.step_batch(sampler, prompts, rooms, self.last, rows)
+            self.last = generator.step_batch(sampler, prompts, rooms, last, rows)
         return self.last.token_ids
 
 

@@ -72,7 +72,7 @@ def test_integers_sample_as_the_floats_that_they_are(build):
 # ---- caches ----
 
 
-def sliding():
+def sliding(window=3):
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {
@@ -82,7 +82,7 @@ def sliding():
         "pad_token_id": None,
     }
     return MistralForCausalLM(
-        MistralConfig(**sizes, **heads, sliding_window=3, max_position_embeddings=64)
+        MistralConfig(**sizes, **heads, sliding_window=window, max_position_embeddings=64)
     ).eval()
 
 
@@ -251,6 +251,29 @@ def test_conversations_in_turn_do_not_take_each_others_keys(build):
             sampled = turns(ids, [4] * len(ids), list(range(len(ids))))
             assert sampled == greedily(trainer).generate(ids, [4] * len(ids))
             prompts[number] = [x + new + [5] for x, new in zip(ids, sampled)]
+
+
+@pytest.mark.parametrize("window, continues", [(8, False), (64, True)])
+def test_windows_do_not_end_at_columns_between_turns(build, window, continues):
+    """A row whose turn is shorter than those of others has hidden columns after it."""
+    trainer = build(sliding(window))
+
+    def without_end():
+        generator = greedily(trainer)
+        generator.stop_token_ids = frozenset()
+        generator.config.eos_token_id = None
+        return generator
+
+    turns = without_end().conversation()
+    episodes = [[5, 6, 7, 8], [9, 10, 11, 12]]
+    rooms = [2, 8]
+    for _ in range(3):
+        sampled = turns(episodes, rooms, [0, 1])
+        assert sampled == without_end().generate(episodes, rooms)
+        read_anew = max(map(len, episodes)) + max(rooms) - 1
+        episodes = [ids + new + [5] for ids, new in zip(episodes, sampled)]
+        rooms.reverse()
+    assert (turns.last.width > read_anew) == continues
 
 
 def test_memory_of_a_rollout_is_freed_on_a_cpu(build):
