@@ -610,7 +610,9 @@ def outliers(totals: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
     in a row. Nothing is an outlier where all others are equal up to rounding, which have no scale,
     or among fewer than `FEWEST`.
     """
-    center = totals.masked_fill(~counts, torch.nan).nanmedian()
+    # the lower median, by sorting: Apple's GPUs have no `nanmedian` before torch 2.8
+    ordered = totals.masked_fill(~counts, torch.inf).sort().values
+    center = ordered.gather(0, (counts.sum() - 1).clamp(min=0)[None] // 2)
     distances = (totals - center).abs().masked_fill(~counts, 0)
     of_prompts = distances.view(-1, group_size).amax(1)
     prompt = torch.arange(len(totals), device=totals.device) // group_size
