@@ -30,6 +30,8 @@ STATE = "ppo_state.json"  # the run's state besides weights, with its settings
 CRITIC_NUMBERS = "critic.json"
 SAMPLED_WEIGHTS = 16  # per tensor, in a digest
 SCORE_HEADS = ("score", "classifier")
+# beginnings of the values of `init_lora_weights` with which LoRA takes weights out of its base
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _OTHER_BASE = "Start from a critic of this base, or omit `critic_init`."
 
 
@@ -182,6 +184,13 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
         raise ValueError(
             f"The adapter `{place}` has `bias={config.bias!r}`: it would put its biases into the "
             "base of all roles. Train it with `bias='none'`, or merge it into its base."
+        )
+    initial = getattr(config, "init_lora_weights", True)
+    if str(initial).lower().startswith(CHANGES_BASE):
+        raise ValueError(
+            f"The adapter `{place}` has `init_lora_weights={initial!r}`: it works on a base that it "
+            "changed when it began, which all roles share. Convert it with "
+            "`path_initial_model_for_weight_conversion` of PEFT, or merge it into its base."
         )
     weights_file = find_file(path, ADAPTER_WEIGHTS, folder)
     if weights_file is None:

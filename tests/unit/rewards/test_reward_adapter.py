@@ -153,6 +153,18 @@ def test_adapter_that_does_not_fit_raises_its_name(base, adapter, tmp_path, dama
         run(base, adapter, tmp_path / "run")
 
 
+@pytest.mark.parametrize("initial", ["pissa", "olora"])
+def test_adapter_on_a_base_that_it_changed_is_refused(base, tmp_path, initial):
+    """Its scores would be those of other weights."""
+    model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
+    lora = {"r": 4, "target_modules": "all-linear", "task_type": "SEQ_CLS"}
+    get_peft_model(model, LoraConfig(**lora, init_lora_weights=initial)).save_pretrained(
+        tmp_path / "polite"
+    )
+    with pytest.raises(ValueError, match=f"`init_lora_weights='{initial}'`.*or merge it"):
+        run(base, str(tmp_path / "polite"), tmp_path / "run")
+
+
 @pytest.mark.parametrize("pad", ["<eos>", "<pad>"])
 def test_adapter_is_read_where_its_trainer_read_it(base, tmp_path, pad):
     """Before the pad token of the tokenizer that was saved with it: with pad = EOS that is the
