@@ -58,6 +58,14 @@ def push_base(client, repo):
         client.run(f"{made}().push_to_hub({repo!r}, token={TOKEN!r})")
 
 
+def test_push_of_the_model_publishes_no_other_role(hub, client):
+    """As its own `save_pretrained`."""
+    client.run("built = make('roles', critic='adapter')")
+    client.run(f"built.model.push_to_hub('me/roles', token={TOKEN!r})")
+    names = {path for path in hub.repositories["me/roles"].files if "adapter_" in path}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
+
+
 def test_pushed_adapter_loads_as_the_trained_policy_exactly(hub, client, reader):
     """The card's code loads base and adapter from the server in another process, without this
     package: bit for bit."""

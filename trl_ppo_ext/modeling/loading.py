@@ -294,11 +294,6 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
     is_trained = isinstance(model, PeftModel) or isinstance(peft_config, str)
     if isinstance(model, PeftModel):
         policy = model
-        # the user's own save must not publish the adapters of other roles, which are added later
-        if not isinstance(policy.save_pretrained, partial):  # otherwise by an earlier trainer
-            policy.save_pretrained = partial(
-                policy.save_pretrained, selected_adapters=list(policy.peft_config)
-            )
     elif isinstance(peft_config, str):
         policy = PeftModel.from_pretrained(model, peft_config, is_trainable=True)
     else:
@@ -318,6 +313,11 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
                     rate,
                 )
         policy = add_policy_adapter(model, config)
+    # its own save and push must not publish the adapters of other roles, which are added later
+    if not isinstance(policy.save_pretrained, partial):  # otherwise by an earlier trainer
+        policy.save_pretrained = partial(
+            policy.save_pretrained, selected_adapters=list(policy.peft_config)
+        )
     try:
         adapter_parameters(policy, policy.active_adapter)
     except (KeyError, ValueError) as error:
