@@ -344,6 +344,12 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
             "The adapter must not be on the output projection; remove `lm_head` from "
             "`target_modules` and `modules_to_save`, or `trainable_token_indices` of tied ones."
         )
+    dtype = policy.get_output_embeddings().weight.dtype
+    if dtype.itemsize == 1:  # log-probs multiply by the weight itself
+        raise ValueError(
+            f"The output projection must not be quantized, got numbers of {dtype}; add 'lm_head' "
+            "to `llm_int8_skip_modules` of the quantization config."
+        )
     return policy, is_trained
 
 

@@ -12,6 +12,7 @@ from tiny import config, length_reward, llama, prompts, tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     FalconConfig,
     FalconForCausalLM,
     Gemma3Config,
@@ -218,6 +219,15 @@ def test_base_of_another_trainer_is_refused_until_it_is_unloaded(tmp_path):
 def test_adapters_that_cannot_be_trained_are_refused(tmp_path, adapter, message):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, peft_config=adapter)
+
+
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_quantized_output_projection_is_refused(tmp_path, bits):
+    """Modules to skip replace the default, which is `lm_head`."""
+    llama(hidden_size=64).save_pretrained(tmp_path / "base")
+    quantization = BitsAndBytesConfig(**{bits: True}, llm_int8_skip_modules=["gate_proj"])
+    with pytest.raises(ValueError, match=r"must not be quantized, got numbers of .*add 'lm_head'"):
+        trainer(tmp_path / "run", str(tmp_path / "base"), quantization_config=quantization)
 
 
 def test_dropout_of_an_adapter_is_set_to_zero_with_a_line(tmp_path, caplog, monkeypatch):
