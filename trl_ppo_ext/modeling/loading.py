@@ -386,6 +386,13 @@ def load_actor_critic(
     if critic == "adapter":
         critic_adapter = add_adapter(policy, "critic", config if files is None else files.config)
 
+    has_autocast = args.bf16 or args.fp16
+    if getattr(config, "modules_to_save", None) and policy.dtype.itemsize == 2 and not has_autocast:
+        raise ValueError(
+            "`modules_to_save` of the adapter are trained in float32, and return it to layers in "
+            f"{str(policy.dtype).removeprefix('torch.')}; set `bf16=True`, or load the base in "
+            "float32."
+        )
     policy.requires_grad_(False)
     trained = [name for name in (policy.active_adapter, critic_adapter) if name is not None]
     for parameter in (x for name in trained for x in adapter_parameters(policy, name).values()):

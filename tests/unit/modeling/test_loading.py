@@ -230,6 +230,17 @@ def test_quantized_output_projection_is_refused(tmp_path, bits):
         trainer(tmp_path / "run", str(tmp_path / "base"), quantization_config=quantization)
 
 
+@pytest.mark.parametrize("name", ["norm", "embed_tokens"])
+def test_saved_module_of_a_base_in_16_bits_needs_autocast(tmp_path, name):
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=[name])
+    base = llama(dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"`modules_to_save` .* float32.*bfloat16; set `bf16=True`"
+    ):
+        trainer(tmp_path, base, peft_config=lora)
+    trainer(tmp_path, llama(dtype=torch.bfloat16), peft_config=lora, bf16=True).train()
+
+
 def test_dropout_of_an_adapter_is_set_to_zero_with_a_line(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
