@@ -139,6 +139,7 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
         base_model=json.dumps(base_model if on_hub else BASE_COPY),  # a Python string
         base_name=_text(base_model),
         loader=name_of_loader(actor_critic.policy.get_base_model()),
+        revision=f", revision={json.dumps(peft_config.revision)}" if peft_config.revision else "",
         base_link=quote(base_model),
         on_hub=on_hub,
         adapter=json.dumps(shown, ensure_ascii=not shown.isprintable()),

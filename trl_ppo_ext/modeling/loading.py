@@ -363,6 +363,7 @@ def load_actor_critic(
 ) -> ActorCritic:
     """Build the actor-critic: a frozen base, the policy's adapter, and the critic that the
     config names or `critic_factory` builds."""
+    is_named = isinstance(model, str)
     if isinstance(model, str):
         model = load_base(model, args, quantization_config, torch.device(device))
     else:
@@ -372,6 +373,8 @@ def load_actor_critic(
     reference = critic_adapter = saved_head = files = None
     policy, is_trained = _adapt(model, peft_config)
     config = policy.peft_config[policy.active_adapter]
+    if is_named:  # a reload of the adapter would take the base of another revision
+        config.revision = model_kwargs(args).get("revision")
     if is_trained:
         reference = add_adapter(policy, "reference", config, keep_modules=True)
         load_adapter_weights(policy, reference, adapter_weights(policy, policy.active_adapter))

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from peft import PeftConfig
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
@@ -46,6 +47,19 @@ def test_card_loads_the_policy_exactly_and_names_no_path(run, monkeypatch):
     found = {}
     exec("".join(code).replace(BASE_COPY, base), found)
     assert torch.equal(logits(found["model"]), logits(built.actor_critic.policy))
+
+
+def test_adapter_and_card_name_the_revision_of_the_base(run, tmp_path):
+    """A reload would otherwise take the base of the main branch."""
+    _, _, base = run
+    args = config(tmp_path, model_init_kwargs={"revision": "v1.0"})  # a folder has no revisions
+    built = PPOTrainer(base, length_reward, args, prompts())
+    built.save_model()
+    assert PeftConfig.from_pretrained(tmp_path).revision == "v1.0"
+    assert 'from_pretrained(base, revision="v1.0")' in (tmp_path / "README.md").read_text()
+    args = config(tmp_path / "main")
+    built = PPOTrainer(base, length_reward, args, prompts())
+    assert "revision" not in str(model_card(built, tmp_path))
 
 
 def test_card_of_the_best_checkpoint_has_its_metrics(tmp_path):
