@@ -271,7 +271,9 @@ def build_rewards(
                 ProcessScorer(entry, model, tokenizer, own_tokenizer, batch_size, label, trusted)
             )
         elif isinstance(entry, RewardAdapter):
-            rewards.append(AdapterReward(entry, actor_critic, tokenizer, batch_size, label))
+            rewards.append(
+                AdapterReward(entry, actor_critic, tokenizer, batch_size, label, own_tokenizer)
+            )
         elif _is_reward(entry):
             rewards.append(cast(Reward, entry))
         else:

@@ -398,9 +398,11 @@ class AdapterReward(SequenceScorer):
         tokenizer: PreTrainedTokenizerBase,
         batch_size: int,
         label: int | str | None = None,
+        own_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         path = adapter.path
-        super().__init__(adapter.name or path.rstrip("/").split("/")[-1], tokenizer, batch_size)
+        name = adapter.name or path.rstrip("/").split("/")[-1]
+        super().__init__(name, own_tokenizer or tokenizer, batch_size)
         files = read_adapter(path)
         self.pad_token_id = actor_critic.config.get_text_config().pad_token_id
         if adapter.check_base:
@@ -418,6 +420,8 @@ class AdapterReward(SequenceScorer):
                     f"({len(theirs)} tokens) than the policy's ({len(tokenizer)} tokens); merge "
                     "the adapter into its base and pass that model."
                 )
+            if own_tokenizer is None and theirs.chat_template is not None:
+                self.tokenizer = theirs  # the policy's template may be another one
             # trainers give the classifier the pad token of its tokenizer
             if theirs.pad_token_id is not None:
                 self.pad_token_id = theirs.pad_token_id

@@ -8,11 +8,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from runs_of_tiny import rollouts_of, trainer
 from safetensors.torch import load_file, save_file
-from tiny import WORDS, config, llama, prompts, tokenizer
+from tiny import CHAT_TEMPLATE, WORDS, config, llama, prompts, tokenizer
 from transformers import LlamaForSequenceClassification
 
 from trl_ppo_ext import PPOTrainer, RewardAdapter
 from trl_ppo_ext.rewards import ClassifierReward, ScoringBatch
+from trl_ppo_ext.text import encode_completed
 
 
 @pytest.fixture
@@ -151,6 +152,25 @@ def test_adapter_that_does_not_fit_raises_its_name(base, adapter, tmp_path, dama
     damage(adapter)
     with pytest.raises(ValueError, match=message):
         run(base, adapter, tmp_path / "run")
+
+
+def test_adapter_reads_chats_as_its_own_tokenizer_writes_them(base, adapter, tmp_path):
+    """Which was saved with it, or is given; the policy's may have another template."""
+    saved = tokenizer(chat_template=CHAT_TEMPLATE)
+    saved.save_pretrained(adapter)
+    given = tokenizer(chat_template=CHAT_TEMPLATE.replace("bos", "eos"))
+    chat = [{"role": "user", "content": "w1 w2"}], [{"role": "assistant", "content": "w3"}]
+    for own, expected in ((None, saved), (given, given)):
+        built = PPOTrainer(
+            base,
+            RewardAdapter(adapter),
+            config(tmp_path / "run"),
+            prompts(),
+            processing_class=tokenizer(chat_template=CHAT_TEMPLATE.replace("bos", "unk")),
+            reward_processing_classes=own,
+        )
+        (reward,) = built.components.rewards
+        assert reward.encode(*([x] for x in chat)) == [encode_completed(*chat, expected)]
 
 
 @pytest.mark.parametrize("initial", ["pissa", "olora"])
