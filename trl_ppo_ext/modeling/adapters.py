@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn, uint8
@@ -85,6 +86,13 @@ def add_adapter(
     config.inference_mode = False
     if not keep_modules:
         config.modules_to_save = None  # such as the score head of a reward adapter
+    has_tokens = any(isinstance(x, TrainableTokensLayer) for x in policy.modules())
+    if has_tokens != bool(getattr(config, "trainable_token_indices", None)):
+        # PEFT looks for them in each adapter
+        raise ValueError(
+            "`trainable_token_indices` must be set for all adapters on a base or for none: those "
+            "of policy, critic and rewards; merge an adapter that has them into the base."
+        )
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # others, such as PiSSA, would change the base
     active = policy.active_adapter

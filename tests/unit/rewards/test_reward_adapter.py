@@ -173,6 +173,24 @@ def test_adapter_reads_chats_as_its_own_tokenizer_writes_them(base, adapter, tmp
         assert reward.encode(*([x] for x in chat)) == [encode_completed(*chat, expected)]
 
 
+@pytest.mark.parametrize("tokens", ["policy", "reward"])
+def test_token_indices_of_one_adapter_only_are_refused(base, adapter, tmp_path, tokens):
+    lora = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    indices = {"embed_tokens": [5, 6]}
+    if tokens == "policy":
+        lora["trainable_token_indices"] = indices
+    else:
+        edit_config(adapter, trainable_token_indices=indices)
+    with pytest.raises(ValueError, match="`trainable_token_indices` must be set for all"):
+        PPOTrainer(
+            base,
+            RewardAdapter(adapter),
+            config(tmp_path / "run"),
+            prompts(),
+            peft_config=LoraConfig(**lora),
+        )
+
+
 @pytest.mark.parametrize("initial", ["pissa", "olora"])
 def test_adapter_on_a_base_that_it_changed_is_refused(base, tmp_path, initial):
     """Its scores would be those of other weights."""
