@@ -612,6 +612,16 @@ def test_first_values_equal_the_reward_adapters_scores(base, starts, tmp_path, n
     assert {id(p) for n, p in built.named_parameters() if n in gradients(built)} == wanted
 
 
+def test_label_of_rewards_is_none_of_a_start_with_one(base, starts, tmp_path):
+    given = {"critic_init": str(starts / "reward")}
+    built = actor_critic(tmp_path, ADAPTER | given, base, moved=False)
+    for label in (1, "good"):  # of a reward model with two
+        labeled = actor_critic(
+            tmp_path, ADAPTER | given | {"reward_label": label}, base, moved=False
+        )
+        assert same(labeled.critic_parameters(), built.critic_parameters())
+
+
 def other_base(path):
     edit_config(path, base_model_name_or_path="somebody/else")
 

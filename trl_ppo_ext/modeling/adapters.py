@@ -314,7 +314,7 @@ def read_critic(
     if isinstance(label, list):  # those of the rewards
         label = None
     rows = len(reward.head["weight"])
-    row = cast(int, label or 0)
+    row = 0 if rows == 1 else cast(int, label or 0)
     if (rows > 1 and label is None) or row not in range(rows):
         raise ValueError(
             f"The score head of `critic_init={path!r}` has {rows} labels, and `reward_label` is "
