@@ -634,6 +634,8 @@ def empty(path):
 NO_START = [
     ("adapter", HEAD, nothing, "'adapter', and `critic` is 'head'; set"),
     ("side", HEAD, nothing, "'side', and `critic` is 'head'"),
+    ("head", HEAD | {"normalize_values": False}, nothing, "`normalize_values` must be True"),
+    ("reward", ADAPTER | {"normalize_values": True}, nothing, "`normalize_values` must be False"),
     ("reward", HEAD, nothing, "is a reward adapter"),
     ("reward2", ADAPTER, nothing, "2 labels, and `reward_label` is None; pick"),
     ("reward2", ADAPTER | {"reward_label": 2}, nothing, "`reward_label` is 2; pick"),

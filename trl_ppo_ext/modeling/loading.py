@@ -420,6 +420,12 @@ def load_actor_critic(
             raise ValueError(
                 f"The critic of `critic_init={start!r}` does not fit the model: {error}"
             ) from None
+        is_chosen = "normalize_values" in args.changed_fields
+        if is_chosen and head.is_normalized != is_normalized:
+            raise ValueError(
+                f"`normalize_values` must be {head.is_normalized} for `critic_init={start!r}`, "
+                f"which predicts in these units, got {is_normalized}; change or omit it."
+            )
     return ActorCritic(
         policy,
         value_head=head,
