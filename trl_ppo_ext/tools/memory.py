@@ -378,7 +378,11 @@ def estimate_memory(
         adapter = PeftConfig.from_pretrained(peft_config)
     else:
         adapter = peft_config
-    quantization = quantization_config or getattr(config, "quantization_config", None)
+    quantization = (
+        quantization_config
+        or options.get("quantization_config")
+        or getattr(config, "quantization_config", None)
+    )
     quantized_to = None
     if quantization is not None:
         # saved, or given
@@ -386,10 +390,9 @@ def estimate_memory(
             settings = quantization
         else:
             settings = quantization.to_dict()
-        if settings["quant_method"] != "bitsandbytes":
-            raise ValueError(
-                f"Only quantization by bitsandbytes is estimated, got {settings['quant_method']!r}."
-            )
+        method = settings.get("quant_method", "bitsandbytes")  # by which transformers completes it
+        if method != "bitsandbytes":
+            raise ValueError(f"Only quantization by bitsandbytes is estimated, got {method!r}.")
         if settings.get("bnb_4bit_use_double_quant"):
             in_4_bits = "4bit double"
         else:

@@ -119,6 +119,13 @@ def test_quantized_bytes_equal_those_of_a_loaded_model(tmp_path, kind):
     assert sizes.bytes + constants == pytest.approx(bytes_of(loaded), abs=2100)
 
 
+def test_quantization_may_be_among_the_arguments_of_the_model(tmp_path):
+    settings = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    args = config(tmp_path, model_init_kwargs={"quantization_config": settings})
+    estimate = estimate_memory(llama().config, args, device="cpu")
+    assert estimate.base.quantization == "4bit double"
+
+
 @pytest.mark.parametrize("critic", ["head", "side", "adapter"])
 def test_trained_parameters_equal_those_of_the_trainer(tmp_path, critic):
     from tiny import length_reward, prompts
