@@ -13,6 +13,7 @@ Tasks:
 - reviews: VADER's sentiment of 24 tokens that continue an opening such as "The hotel was".
 - reverse: three words written backwards, by the letters in their place, after a warm start
   (reverse.py).
+- unequal: the same with one to four words, so that prompts differ in what they can earn.
 - length: the reward of the exercise in Hugging Face's course (chapter 12), answers of 50
   characters, with questions of our own, since its dataset is on the Hub; in bfloat16.
 """
@@ -126,6 +127,7 @@ def of_50_characters(completions: list[list[dict]], **kwargs) -> list[float]:
 TASKS = {
     "reviews": Task(base_model, reviews, vader, 24, 20, 0.8),
     "reverse": Task(reverse.warm_base, reverse.rows, reverse.in_place, 24, 20, 0.38),
+    "unequal": Task(reverse.warm_base, reverse.unequal_rows, reverse.in_place, 32, 20, 0.5),
     "length": Task(base_model, questions, of_50_characters, 96, 20, -15.0, "bfloat16"),
 }
 

@@ -29,10 +29,16 @@ def vocabulary() -> list[str]:
     return words
 
 
-def drawn(number: int, seed: int, words: list[str]) -> list[dict]:
-    """Prompts with their answers."""
+def drawn(number: int, seed: int, words: list[str], most: int | None = None) -> list[dict]:
+    """Prompts with their answers: of three words each, or of one up to so many."""
     draw = random.Random(seed)
-    texts = ["".join(draw.sample(words, WORDS)) for _ in range(number)]
+    texts = []
+    for _ in range(number):
+        if most is None:
+            count = WORDS
+        else:
+            count = draw.randint(1, most)
+        texts.append("".join(draw.sample(words, count)))
     return [
         {"prompt": f"Backwards: {' '.join(text)} ->", "answer": " ".join(text[::-1])}
         for text in texts
@@ -42,6 +48,11 @@ def drawn(number: int, seed: int, words: list[str]) -> list[dict]:
 def rows(seed: int) -> list[dict]:
     """Prompts of a run, of the first half of the words."""
     return drawn(ROWS, seed, vocabulary()[: len(vocabulary()) // 2])
+
+
+def unequal_rows(seed: int) -> list[dict]:
+    """Prompts of a run with one to four words, of which few are easier."""
+    return drawn(ROWS, seed, vocabulary()[: len(vocabulary()) // 2], most=4)
 
 
 def in_place(completions: list[str], answer: list[str], **kwargs) -> list[float]:
