@@ -1,8 +1,10 @@
 """Every batch size of a run, derived once from the config."""
 
+import math
 from dataclasses import dataclass, field
 
 FEW_COMPLETIONS = 64  # smaller rollouts get a note
+ADVISED = 128  # completions that it names at least
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,12 @@ class BatchPlan:
             total = f"{rollouts} rollouts = {rollouts * self.completions} completions"
             run = f"max_steps={max_steps} optimizer steps = {total}"
         if self.completions < FEW_COMPLETIONS:
+            # whole micro-batches, and whole groups
+            smallest = self.micro_batch_size * self.num_mini_batches * self.num_processes
+            part = math.lcm(smallest, self.num_generations)
+            size = -(-ADVISED // part) * part
             remedy = (
-                f"`generation_batch_size=128` with `num_mini_batches={self.num_mini_batches}` "
+                f"`generation_batch_size={size}` with `num_mini_batches={self.num_mini_batches}` "
                 "makes it larger"
             )
             note = (

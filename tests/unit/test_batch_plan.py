@@ -32,6 +32,20 @@ def test_sizes_match_a_plan_by_hand():
     assert plan.micro_steps == 40
 
 
+@pytest.mark.parametrize(
+    "micro, mini, group, processes", itertools.product((1, 8, 12), (1, 4, 5), (1, 3, 8), (1, 2))
+)
+def test_larger_rollout_that_a_note_advises_can_be_set(micro, mini, group, processes):
+    sizes = {"num_mini_batches": mini, "num_generations": group, "num_processes": processes}
+    plan = BatchPlan(micro, gradient_accumulation_steps=group, **sizes)
+    if plan.completions >= 64:
+        return
+    [advised] = numbers_after("`generation_batch_size=", plan.summary(1, 1).split("note:")[1])[:1]
+    assert advised >= 128
+    larger = BatchPlan(micro, advised // (micro * mini * processes), **sizes)
+    assert larger.completions == advised
+
+
 def test_generations_must_divide_the_rollout():
     with pytest.raises(
         ValueError, match="num_generations=5` does not divide the rollout of 48 completions"
