@@ -16,7 +16,7 @@ from trl_ppo_ext.modeling import ActorCritic
 from trl_ppo_ext.modeling.critics import CriticState, new_critic
 from trl_ppo_ext.ppo.advantages import Discounts, divide_by_unit, gae_with_critic
 from trl_ppo_ext.ppo.baseline import MEMORY
-from trl_ppo_ext.ppo.credit import fit_new_critic
+from trl_ppo_ext.ppo.credit import fit_new_critic, two_largest
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.updates import ppo_loss, schedule
 from trl_ppo_ext.sequences import Sequences
@@ -58,7 +58,7 @@ def ppo(
     )
     plan = BatchPlan(micro_batch_size=len(prompts) // 2, num_mini_batches=2, num_ppo_epochs=4)
     state = CriticState()  # what a rollout leaves to the critic of the next
-    largest_unit = 0.0  # largest deviation of the returns so far
+    spreads = 0.0, 0.0  # the two largest deviations of a rollout's returns so far
     sampling = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=length, eos_token_id=eos, pad_token_id=eos
     )
@@ -109,10 +109,10 @@ def ppo(
             is_normalized=True,
             discounts=Discounts(1.0, lam),
         )
-        # advantages in deviations of the returns, or of a tenth of the largest, if that is more
-        if seen.varies:
-            largest_unit = max(largest_unit, seen.unit)
-        result = divide_by_unit(result, seen, largest_unit)
+        # advantages in deviations of the returns, or of a tenth of the second largest, if that is
+        # more: the scores of one rollout may have been broken
+        spreads = two_largest(*spreads, result.spread)
+        result = divide_by_unit(result, seen, spreads[0])
         seen_rewards = state.rewards.add(token_scores, mask, memory=MEMORY)
         state = state._replace(returns=seen, rewards=seen_rewards)
         critic.install(state)  # the first fit counts in its outputs from here on
