@@ -187,7 +187,7 @@ class PPOConfig(TRLFields, TrainingArguments):
     repetition_penalty: float = number(1.0, above=0)
     """Penalty on tokens that have already occurred."""
     generation_backend: Literal["transformers", "vllm"] = "transformers"
-    """`"transformers"` samples with `generate`, `"vllm"` with vLLM. See docs/generation.md."""
+    """`"transformers"` samples in this process, `"vllm"` with vLLM. See docs/generation.md."""
     generation_kwargs: dict[str, Any] | str | None = None
     """Further fields of [`~transformers.GenerationConfig`], or of vLLM's `LLM`; the keys of fields
     above set those."""
@@ -274,20 +274,18 @@ class PPOConfig(TRLFields, TrainingArguments):
     reference's forward, and the KL is not logged. With a reward model, 0.05 is usual."""
     kl_estimator: Literal["k1", "k2", "k3", "exact"] | None = None
     """Per-token KL: estimated from the sampled token (`"k1"`, `"k2"`, `"k3"`), or `"exact"` over
-    all tokens. Default:
-    `"k1"` in the reward, else `"exact"`."""
+    all tokens. Default: `"k1"` in the reward, else `"exact"`."""
     kl_placement: Literal["reward", "loss", "both"] | None = None
     """Apply the KL penalty to the `"reward"` (for k1), the `"loss"`, or `"both"` (for the exact
-    KL). Default:
-    `"reward"`; with `reference_prompt` the `"loss"`, except for k1."""
+    KL). Default: `"reward"`; with `reference_prompt` the `"loss"`, except for k1."""
     kl_target: float | None = number(None, above=0)
     """Adapt `kl_coef` to keep the mean KL per completion at this many nats."""
     kl_horizon: int = number(10000, at_least=1)
     """Completions over which `kl_coef` adapts; larger is slower."""
     reference_prompt: str | None = None
     """Column with the prompt of the reference (text or chat messages), which may show it what the
-    policy must not
-    know, such as the answer: the KL then distills. `"privileged_state"` is that of an environment."""
+    policy must not know, such as the answer: the KL then distills. `"privileged_state"` is that of
+    an environment."""
     target_kl: float | None = number(0.3, above=0)
     """Stop a rollout's updates when the policy has moved this far since sampling, in nats per
     token. The clip bounds gradients, not what Adam's momentum adds. `None` never stops."""

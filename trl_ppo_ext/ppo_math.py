@@ -482,10 +482,9 @@ def grpo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
 
 
 def dr_grpo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
-    r"""Dr.
+    r"""Rᵢ − mean over the group (Dr. GRPO).
 
-    GRPO: Rᵢ − mean over the group; not divided by the deviation, so that no prompt weighs more than
-    another.
+    It is not divided by the deviation, so that no prompt weighs more than another.
 
     Arguments and result are those of [`grpo_advantages`].
 

@@ -118,17 +118,18 @@ class PPOTrainer(Trainer):
         train_dataset (`Dataset` or `IterableDataset`):
             Rows with a `"prompt"` (text or chat messages); reward functions receive the other
             columns.
-        eval_dataset (`Dataset`, `IterableDataset` or a `dict` of them, *optional*): Evaluation rows
-        of the same form.
-        processing_class (`PreTrainedTokenizerBase`, *optional*): Tokenizer of the policy. Defaults
-        to the model's.
-        reward_processing_classes (`PreTrainedTokenizerBase` or a list, *optional*): Tokenizers of
-        the classifiers.
+        eval_dataset (`Dataset`, `IterableDataset` or a `dict` of them, *optional*):
+            Evaluation rows of the same form.
+        processing_class (`PreTrainedTokenizerBase`, *optional*):
+            Tokenizer of the policy. Defaults to the model's.
+        reward_processing_classes (`PreTrainedTokenizerBase` or a list, *optional*):
+            Tokenizers of the classifiers.
         callbacks (`list[TrainerCallback]`, *optional*): Additional callbacks.
-        optimizers (`tuple`, *optional*): Optimizer of all trained weights, and its scheduler.
-        Defaults to AdamW.
-        quantization_config (`BitsAndBytesConfig`, *optional*): Quantization of the base, if `model`
-        is a string. peft_config (`PeftConfig` or `str`, *optional*):
+        optimizers (`tuple`, *optional*):
+            Optimizer of all trained weights, and its scheduler. Defaults to AdamW.
+        quantization_config (`BitsAndBytesConfig`, *optional*):
+            Quantization of the base, if `model` is a string.
+        peft_config (`PeftConfig` or `str`, *optional*):
             Config of the policy's adapter, or path or id of a saved adapter on `model`, which
             starts the policy. Defaults to LoRA of rank 16.
         tools (`list[Callable]`, *optional*):
@@ -148,13 +149,12 @@ class PPOTrainer(Trainer):
         critic_factory (`Callable`, *optional*):
             Function from the policy to a [`Critic`] of your own, in place of the one that `critic`
             of the config names. See docs/critics.md.
-        curriculum (`Callable`, *optional*): Weighs the rows of the dataset by their scores. See
-        docs/environments.md.
+        curriculum (`Callable`, *optional*):
+            Weighs the rows of the dataset by their scores. See docs/environments.md.
 
     Raises:
         `TypeError` or `ValueError`: If an argument is invalid, before anything is trained and, if
-        possible, before
-            anything is loaded.
+            possible, before anything is loaded.
     """
 
     # a micro-batch is divided by the tokens (or completions) of its whole optimizer step: the

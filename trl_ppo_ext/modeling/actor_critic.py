@@ -266,10 +266,11 @@ class ActorCritic(nn.Module):
     Args:
         policy (`PeftModel`): Causal language model with an adapter.
         value_head ([`Critic`], *optional*): The critic. Without it there is none.
-        reference_adapter (`str`, *optional*): Frozen adapter that is the reference. Defaults to the
-        base without one.
-        critic_adapter (`str`, *optional*): Adapter that the value head reads. Defaults to the
-        policy's. critic_backprop (`bool`, *optional*, defaults to `True`):
+        reference_adapter (`str`, *optional*):
+            Frozen adapter that is the reference. Defaults to the base without one.
+        critic_adapter (`str`, *optional*):
+            Adapter that the value head reads. Defaults to the policy's.
+        critic_backprop (`bool`, *optional*, defaults to `True`):
             Whether the value loss of a head on the policy's trunk also trains the policy's adapter.
         cast_lm_head_to_fp32 (`bool`, *optional*, defaults to `False`):
             Whether sampling computes logits in float32, as log-probs do, and autocast does not

@@ -127,12 +127,12 @@ class Judge(HttpReward):
             braces. Other braces are kept, and inserted text is never interpreted. Ask for a last
             line like `Score: <1 to 10>`.
         name (`str`, *optional*): Name in metrics and errors. Defaults to the last part of `model`.
-        api_key_env (`str`, *optional*): Environment variable that holds the key, sent as a bearer
-        token.
-        concurrency (`int`, *optional*, defaults to `32`): Simultaneous requests per process of the
-        run.
-        timeout (`float`, *optional*, defaults to `60.0`): Seconds without a byte of the answer that
-        end an attempt.
+        api_key_env (`str`, *optional*):
+            Environment variable that holds the key, sent as a bearer token.
+        concurrency (`int`, *optional*, defaults to `32`):
+            Simultaneous requests per process of the run.
+        timeout (`float`, *optional*, defaults to `60.0`):
+            Seconds without a byte of the answer that end an attempt.
         max_retries (`int`, *optional*, defaults to `4`): Attempts after the first.
         pattern (`str`, *optional*):
             Regular expression whose last match is the score, or its first group. Defaults to any

@@ -36,10 +36,10 @@ class ProcessReward:
 
     Args:
         model (`str`): Id or path.
-        step_separator (`str`, *optional*, defaults to `"\n"`): Text after each step, as in
-        training.
-        split_by (`str`, *optional*): Text between the steps of a completion. Defaults to
-        `step_separator`.
+        step_separator (`str`, *optional*, defaults to `"\n"`):
+            Text after each step, as in training.
+        split_by (`str`, *optional*):
+            Text between the steps of a completion. Defaults to `step_separator`.
         name (`str`, *optional*): Name in metrics. Defaults to the last part of `model`.
     """
 

@@ -307,8 +307,8 @@ def estimate_memory(
         monitor_funcs: As of [`PPOTrainer`].
         quantization_config: As of [`PPOTrainer`].
         peft_config: As of [`PPOTrainer`].
-        prompt_length (`int`, *optional*): Tokens of the longest prompt. Defaults to 512, or what
-        the context leaves.
+        prompt_length (`int`, *optional*):
+            Tokens of the longest prompt. Defaults to 512, or what the context leaves.
         device (`str`, *optional*, defaults to `"cuda"`): `"cuda"` or `"cpu"`.
 
     Returns:
