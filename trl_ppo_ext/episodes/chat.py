@@ -193,7 +193,7 @@ class ChatFormat:
         if message is None:
             text = self.tokenizer.decode(turn, skip_special_tokens=True)
             return {"role": "assistant", "content": text}
-        if turn[-1] not in self.special_ids:
+        if not self.special_ids.intersection(turn[-1:]):
             return message
         # the parser keeps the token that ended the turn, and some models stop at several
         end = self.tokenizer.decode(turn[-1:])
