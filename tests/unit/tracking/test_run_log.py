@@ -423,6 +423,9 @@ def test_removing_the_printer_silences_the_terminal(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("completions", "noted"), [(63, True), (64, False)])
-def test_small_rollout_gets_a_note(completions, noted):
-    assert ("generation_batch_size=128" in BatchPlan(completions).summary(10, 1.0)) == noted
+@pytest.mark.parametrize(("completions", "advised"), [(32, 128), (63, 189), (64, None)])
+def test_small_rollout_gets_a_note(completions, advised):
+    """Of a size that it can have: 128 is no number of micro-batches of 63."""
+    summary = BatchPlan(completions).summary(10, 1.0)
+    assert ("note:" in summary) == (advised is not None)
+    assert advised is None or f"`generation_batch_size={advised}`" in summary
