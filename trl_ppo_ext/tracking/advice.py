@@ -18,6 +18,7 @@ from .reading import Run, smooth
 FEWEST = 3  # rollouts, and points of a curve, below which nothing is judged
 FEWEST_TREND = 5  # points below which a curve has no trend
 FEWEST_FLAT = 10  # rollouts below which a flat curve means nothing
+SMALL = 5e-4  # nats per token that the updates of a rollout move the policy, below which it is slow
 
 
 def number(value: float) -> str:
@@ -166,6 +167,11 @@ class Curves:
         largest = self.of("approx_kl").values.max()
         return not (abs(self.kl.end) >= 0.05 or largest >= 5e-3 or entropy.rises or entropy.falls)
 
+    def is_slow(self, moved: Trend) -> bool:
+        """True if no rollout has moved the policy far, and the reward does not clearly rise."""
+        is_enough = len(moved.values) >= FEWEST_TREND
+        return is_enough and moved.values.max() < SMALL and not (self.rises or self.all_equal)
+
     def is_unconfirmed(self, evaluated: Trend) -> bool:
         """True if the reward has risen since the first evaluation, evaluations by less than a
         quarter of that, and they are clearly below the reward: the first may have been high."""
@@ -266,6 +272,7 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
         x.first(below=-max(4 * x.error, 0.05)),
     ),
     "dead": lambda x, c: (c.is_long and not c.rises and c.is_dead(), None),
+    "small": lambda x, c: (c.is_slow(x), None),
     "falls": lambda x, c: (c.falls, x.turns),
     "settled": lambda x, c: (
         x.collapses and c.rises and c.narrows and not c.is_solved,

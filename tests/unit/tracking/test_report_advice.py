@@ -401,6 +401,21 @@ def test_measured_runs_of_a_real_model_are_good():
     assert len(runs) > 10
 
 
+def test_learning_rates_at_which_a_real_model_hardly_learns_are_noted_early():
+    results = Path(__file__).parents[3] / "benchmarks" / "results" / "rates.json"
+    noted = {}
+    for run in json.loads(results.read_text()):
+        steps = range(1, len(run["rewards"]) + 1)
+        curves = {name: Series(x, steps[-len(x) :]) for name, x in run["logged"].items() if x}
+        curves |= {"reward": Series(run["rewards"], steps), "reward_std": Series(0.4, steps)}
+        for last in steps:
+            shown = {name: x.loc[:last] for name, x in curves.items() if x.index[0] <= last}
+            advice = judge(run_of(shown)).advice
+            if "small" in [x.rule.name for x in advice]:
+                noted.setdefault(run["rate"], last)
+    assert set(noted) == {5e-5} and noted[5e-5] <= 6
+
+
 @pytest.mark.parametrize(
     ("expected", "reward", "settings"),
     [
@@ -446,10 +461,10 @@ def test_provoked_tiny_run_gets_the_right_first_sentence(
     # grave or live problems are in the terminal, too
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     cause = expected.split(".")[0]
+    (line,) = warned
     if cause.startswith("The policy hardly"):
-        assert not warned
+        assert line.startswith("warning: Updates are very small: `approx_kl`"), line
     else:
-        (line,) = warned
         assert line.startswith(f"warning: {cause}: `completions/"), line
 
 
@@ -467,6 +482,7 @@ HARMLESS = {
     "entropy": {"entropy": 2 - 1.2 * UP},
     "repeated": {"completions/repeated_ratio": 0.9 * UP, "episodes/turns": 3 * FLAT},
     "updates": {"approx_kl": 0.2 * FLAT},
+    "small": {"approx_kl": 1e-4 * FLAT},  # the reward rises
     "harm": {"value/explained_variance": 0.2 - 1000 * (np.arange(N) == 97)},
     "negative": {"kl_per_completion": 0.01 * np.sin(np.arange(N))},
     "slow": {"time/score": 4 * FLAT, "time/generate": 1 * FLAT, "time/update": 4 * FLAT},
