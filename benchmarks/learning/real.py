@@ -78,6 +78,7 @@ RIVALS: dict[str, dict[str, Any]] = {
     # the score is measured, and no reward is given
     "distill": {"reference_prompt": "praised", "kl_coef": 1.0},
 }
+DRAWN = "reviews", "reverse"
 COLORS = {
     "PPO, by token": "#1f6f50",
     "ReBN, by token": "#c9a227",
@@ -319,11 +320,10 @@ def table(runs: list[dict]) -> str:
 
 
 def figure(runs: list[dict]) -> str:
-    """Mean reward over seeds of the drawn rivals, a panel per task whose rewards are from 0 to
-    1."""
+    """Mean reward over seeds of the drawn rivals, a panel per task of the first page."""
     panels: dict[str, list[Curve]] = {}
     for (task, rival), group in chosen(runs).items():
-        if TASKS[task].goal < 0 or rival not in COLORS:
+        if task not in DRAWN or rival not in COLORS:
             continue
         means = [statistics.mean(rewards) for rewards in zip(*(run["rewards"] for run in group))]
         panels.setdefault(task, []).append(Curve(rival, COLORS[rival], means))
