@@ -1,6 +1,6 @@
 """Learning rate and rank of the adapter: PPO on SmolLM2-135M-Instruct over a grid of both.
 
-    python benchmarks/learning/rates.py reviews --rates 2.5e-4 1e-3 4e-3 --ranks 4 16 64 --seeds 0
+    python benchmarks/learning/rates.py reviews --rates 2e-4 1e-3 4e-3 --ranks 4 16 64 --seeds 0
     python benchmarks/learning/rates.py --table
 
 Tasks and setup are those of real.py; the adapter's alpha is 32 at every rank, so that its scale is
@@ -17,7 +17,7 @@ import real
 
 RESULTS = real.ROOT / "benchmarks" / "results" / "rates.json"
 RIVALS = {"reviews": "PPO", "reverse": "PPO, by token"}
-RATES = (5e-5, 2.5e-4, 1e-3, 4e-3)
+RATES = (5e-5, 2e-4, 1e-3, 4e-3)
 RANKS = (4, 16, 64)
 
 
