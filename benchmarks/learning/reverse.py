@@ -51,7 +51,7 @@ def rows(seed: int) -> list[dict]:
 
 
 def unequal_rows(seed: int) -> list[dict]:
-    """Prompts of a run with one to four words, of which few are easier."""
+    """Prompts of a run with one to four words, which do not earn alike."""
     return drawn(ROWS, seed, vocabulary()[: len(vocabulary()) // 2], most=4)
 
 

@@ -297,13 +297,12 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
     elif isinstance(peft_config, str):
         policy = PeftModel.from_pretrained(model, peft_config, is_trainable=True)
     else:
-        config = peft_config or default_peft_config()
+        config = copy(peft_config or default_peft_config())  # the user's may serve other runs
         if config.task_type != TaskType.CAUSAL_LM:  # by which a reload chooses its class
             if config.task_type is not None:
                 logger.warning(
                     "`task_type=%s` of `peft_config` is set to CAUSAL_LM.", config.task_type
                 )
-            config = copy(config)
             config.task_type = TaskType.CAUSAL_LM
         for name, rate in vars(config).items():
             if "dropout" in name and rate:

@@ -167,7 +167,7 @@ class Curves:
         largest = self.of("approx_kl").values.max()
         return not (abs(self.kl.end) >= 0.05 or largest >= 5e-3 or entropy.rises or entropy.falls)
 
-    def is_slow(self, moved: Trend) -> bool:
+    def hardly_moves(self, moved: Trend) -> bool:
         """True if no rollout has moved the policy far, and the reward does not clearly rise."""
         is_enough = len(moved.values) >= FEWEST_TREND
         return is_enough and moved.values.max() < SMALL and not (self.rises or self.all_equal)
@@ -272,7 +272,7 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
         x.first(below=-max(4 * x.error, 0.05)),
     ),
     "dead": lambda x, c: (c.is_long and not c.rises and c.is_dead(), None),
-    "small": lambda x, c: (c.is_slow(x), None),
+    "small": lambda x, c: (c.hardly_moves(x), None),
     "falls": lambda x, c: (c.falls, x.turns),
     "settled": lambda x, c: (
         x.collapses and c.rises and c.narrows and not c.is_solved,

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig
 from tiny import config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
@@ -53,9 +53,11 @@ def test_adapter_and_card_name_the_revision_of_the_base(run, tmp_path):
     """A reload would otherwise take the base of the main branch."""
     _, _, base = run
     args = config(tmp_path, model_init_kwargs={"revision": "v1.0"})  # a folder has no revisions
-    built = PPOTrainer(base, length_reward, args, prompts())
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    built = PPOTrainer(base, length_reward, args, prompts(), peft_config=lora)
     built.save_model()
     assert PeftConfig.from_pretrained(tmp_path).revision == "v1.0"
+    assert lora.revision is None  # it may serve another base
     assert 'from_pretrained(base, revision="v1.0")' in (tmp_path / "README.md").read_text()
     args = config(tmp_path / "main")
     built = PPOTrainer(base, length_reward, args, prompts())
