@@ -74,6 +74,7 @@ class VLLMGenerator(Generator):
         # the model's own EOS is among them
         settings |= {"stop_token_ids": stops, "ignore_eos": True, "logprobs": 0}
         base = served_base(actor_critic, args)
+        revision = served_revision(actor_critic, args)
         rank = reserved_rank(actor_critic)
         if args.vllm_mode == "server":
             from .vllm_server import VLLMServer  # with its HTTP client
@@ -90,6 +91,7 @@ class VLLMGenerator(Generator):
                 base,
                 settings,
                 rank,
+                revision=revision,
                 concurrency=args.vllm_options.concurrency,
             )
             on_every_rank(self._forget_last_run, OSError, VLLMError, runs=self.writes)
@@ -102,7 +104,7 @@ class VLLMGenerator(Generator):
             )
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
             self.engine = ColocatedEngine(
-                base, actor_critic.dtype, rank, args, accelerator, settings
+                base, revision, actor_critic.dtype, rank, args, accelerator, settings
             )
         self.versions = (f"{run[0]}-{number}" for number in count(1))
         self.version: str | None = None
@@ -287,6 +289,13 @@ def served_base(actor_critic: ActorCritic, args: PPOConfig) -> str:
     return base
 
 
+def served_revision(actor_critic: ActorCritic, args: PPOConfig) -> str | None:
+    """Commit of the Hub that the policy's base was loaded from, if vLLM loads it from there, too."""
+    if args.vllm_options.base_model is not None:
+        return None
+    return getattr(actor_critic.policy.get_base_model().config, "_commit_hash", None)
+
+
 def reserved_rank(actor_critic: ActorCritic) -> int:
     """Rank of the slot that an engine reserves for the policy's adapter, if vLLM can sample with
     it at all."""
@@ -335,6 +344,7 @@ class ColocatedEngine:
     def __init__(
         self,
         base: str,
+        revision: str | None,
         dtype: torch.dtype,
         rank: int,
         args: PPOConfig,
@@ -349,6 +359,7 @@ class ColocatedEngine:
             )
         sleeps = args.vllm_enable_sleep_mode
         defaults: dict[str, Any] = {
+            "revision": revision,
             "dtype": str(dtype).removeprefix("torch."),
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
             "max_model_len": args.vllm_max_model_length or -1,  # the model's context, or what fits

@@ -70,6 +70,7 @@ class VLLMServer:
         base: str,
         settings: dict[str, Any],
         rank: int,
+        revision: str | None = None,
         concurrency: int = 256,
     ):
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -80,6 +81,8 @@ class VLLMServer:
         self.command = (
             f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {base} --enable-lora --max-loras 2 "
         )
+        if revision is not None:
+            self.command += f"--revision {revision} "
         self.command += (
             f"--max-lora-rank {rank} --logprobs-mode processed_logprobs --generation-config vllm "
         )

@@ -125,3 +125,21 @@ def test_quantized_base_is_served_only_if_it_is_named(tmp_path):
     assert vllm.served_base(quantized, named) == "org/dequantized"
     plugin = config(tmp_path, use_vllm=True, generation_kwargs={"quantization": "bitsandbytes"})
     assert vllm.served_base(quantized, plugin) == "org/model"
+
+
+def test_served_base_is_of_the_commit_of_the_policys(tmp_path):
+    built = policy(tmp_path)
+    built.policy.get_base_model().config._commit_hash = "5a1" * 13 + "5"
+    assert vllm.served_revision(built, config(tmp_path, use_vllm=True)) == "5a1" * 13 + "5"
+    # weights of another name have commits of their own
+    named = config(tmp_path, use_vllm=True, vllm_base_model="org/dequantized")
+    assert vllm.served_revision(built, named) is None
+
+
+def test_engine_loads_the_commit_of_the_policys_base(tmp_path, base, monkeypatch):
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.setattr(vllm, "find_spec", lambda name: True)
+    monkeypatch.setattr(vllm, "served_revision", lambda *given: "5a1")
+    trainer(tmp_path / "run", base, use_vllm=True)
+    assert sys.modules["vllm"].LLM.call_args.kwargs["revision"] == "5a1"

@@ -374,6 +374,12 @@ def test_server_without_a_model_raises(server):
         client(server)
 
 
+def test_command_serves_the_commit_of_the_policys_base(server):
+    server.failures = {"/v1/models": [JSONResponse({"data": []})]}
+    with pytest.raises(VLLMError, match=f"vllm serve {BASE} .*--revision 5a1 .*--host"):
+        VLLMServer(server.url, 1.0, BASE, SETTINGS, 16, revision="5a1")
+
+
 def test_key_over_plain_http_to_another_machine_warns(server, monkeypatch, recwarn):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     client(server)
