@@ -360,7 +360,7 @@ def load_datasets(script: PPOScriptArguments) -> dict[str, Any]:
     if script.map_function is not None:
         function: Any = _import(script.map_function, "map_function", script.directory)
         # that of a wrapped function may be another
-        module = sys.modules[script.map_function.rpartition(".")[0]]
+        module = sys.modules[script.map_function.rpartition(".")[0] or script.map_function]
 
         # `datasets` identifies an imported function by its name: with the source, edited ones miss
         # its cache

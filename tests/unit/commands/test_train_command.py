@@ -216,6 +216,15 @@ def test_map_function_may_be_a_partial(tmp_path):
     assert load_datasets(script)["train"][0]["prompt"] == "w1 w2"
 
 
+def test_map_function_may_have_the_name_of_its_module(tmp_path):
+    save(tmp_path / "rows.jsonl", [{"question": "w1"}])
+    source = "def ask_twice(row):\n    return {'prompt': row['question'] * 2}\n"
+    (tmp_path / "ask_twice.py").write_text(source)
+    script = PPOScriptArguments(dataset_name=str(tmp_path / "rows.jsonl"), map_function="ask_twice")
+    script.directory = str(tmp_path)
+    assert load_datasets(script)["train"][0]["prompt"] == "w1w1"
+
+
 class Stub:
     """Stands for a trainer, and records its calls."""
 
