@@ -334,8 +334,8 @@ def _import(name: str, argument: str, directory: str | None) -> Any:
     if not (callable(value) or hasattr(value, "score")):
         kind = "missing" if value is None else f"of the type {type(value).__name__}"
         raise ValueError(
-            f"`{argument}`: {name!r} is {kind} in {module.__file__}; name a function or, for "
-            "rewards, an object with `name` and `score`."
+            f"`{argument}`: {name!r} is {kind} in {module.__file__ or module_name}; name a "
+            "function or, for rewards, an object with `name` and `score`."
         )
     return value
 

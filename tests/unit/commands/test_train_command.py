@@ -518,6 +518,12 @@ WRONG = [
         "of the type int",
         "name a function",
     ),
+    (  # a folder without `__init__.py`
+        {"reward_funcs": "configs.brevity"},
+        "'configs.brevity'",
+        "missing in configs;",
+        "name a function",
+    ),
 ]
 
 
