@@ -125,9 +125,19 @@ class Curves:
             self.of, ("reward", "kl_per_completion", "reward_std")
         )
         widest = self.spread.values.max()
+        # before it, only the critic learns, or the learning rate still rises
+        critic_warmup = (run.start["config"].get("critic_kwargs") or {}).get("warmup_steps", 0)
+        rates = self.of("learning_rate").values
+        self.warmup = max([critic_warmup, *rates.index[rates.diff() > 0]])
+        self.rollouts = max(run.rollouts_after(self.warmup), 0)
+        has_trend = len(self.reward.values) >= FEWEST_TREND
         self.rises = self.reward.rises and self.reward.turns is None
-        self.is_long = run.rollouts >= FEWEST_FLAT and len(self.reward.values) >= FEWEST_TREND
-        self.falls = self.is_long and (self.reward.falls or self.reward.turns is not None)
+        self.is_long = self.rollouts >= FEWEST_FLAT and has_trend
+        self.falls = (
+            run.rollouts >= FEWEST_FLAT
+            and has_trend
+            and (self.reward.falls or self.reward.turns is not None)
+        )
         self.all_equal = self.spread.end <= 1e-6 * max(self.reward.scale, 1.0)
         self.narrows = self.spread.end <= 0.5 * widest  # there is less and less to learn
         # also with too few logs for a trend
@@ -168,9 +178,11 @@ class Curves:
         return not (abs(self.kl.end) >= 0.05 or largest >= 5e-3 or entropy.rises or entropy.falls)
 
     def hardly_moves(self, moved: Trend) -> bool:
-        """True if no rollout has moved the policy far, and the reward does not clearly rise."""
-        is_enough = len(moved.values) >= FEWEST_TREND
-        return is_enough and moved.values.max() < SMALL and not (self.rises or self.all_equal)
+        """True if no rollout after the warm-up has moved the policy far, and the reward does not
+        clearly rise."""
+        after = moved.values.loc[self.warmup + 1 :]
+        is_enough = len(after) >= FEWEST_TREND
+        return is_enough and after.max() < SMALL and not (self.rises or self.all_equal)
 
     def is_unconfirmed(self, evaluated: Trend) -> bool:
         """True if the reward has risen since the first evaluation, evaluations by less than a
@@ -376,9 +388,10 @@ def _verdict(run: Run, curves: Curves, advice: list[Advice], may_be_flat: bool) 
         return "problem", f"{problems[0]}. {outcome}."
     if not curves.rises and not (may_be_flat and curves.is_long):
         logs = len(run.curves.get("reward", ()))
+        unit = "rollouts after the warm-up" if curves.warmup else "rollouts"
         few = (
-            f"{run.rollouts} of at least {FEWEST_FLAT} rollouts, {logs} of at least {FEWEST_TREND} "
-            "logs"
+            f"{curves.rollouts} of at least {FEWEST_FLAT} {unit}, {logs} of at least "
+            f"{FEWEST_TREND} logs"
         )
         return "early", f"Too early to judge: {few}."
     causes = [x.rule.cause for x in advice if not x.rule.quiet]

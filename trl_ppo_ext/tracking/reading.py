@@ -48,7 +48,11 @@ class Run:
     @property
     def rollouts(self) -> int:
         """Number of rollouts until the last step."""
-        return -(-self.last_step // self.start["plan"].get("optimizer_steps", 1))
+        return self.rollouts_after(0)
+
+    def rollouts_after(self, step: int) -> int:
+        """Number of rollouts from a step to the last one."""
+        return -(-(self.last_step - step) // self.start["plan"].get("optimizer_steps", 1))
 
 
 def smooth(curve: Series) -> Series:

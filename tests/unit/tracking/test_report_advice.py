@@ -546,6 +546,19 @@ def test_distillation_without_a_reward_is_no_problem():
     assert judge(replace(run, curves=few)).kind == "early"
 
 
+@pytest.mark.parametrize("of_critic", [True, False])
+def test_policy_that_hardly_moves_is_judged_after_its_warmup(of_critic):
+    """In it only the critic learns, or the learning rate still rises."""
+    for warmup, noted in ((98, []), (94, ["small"]), (50, ["dead"])):
+        rate = FLAT if of_critic else np.minimum(UP, UP[warmup - 1])
+        run = synthetic(GOOD | PROVOKED["flat"][0] | {"learning_rate": rate}, noise=0.0)
+        run.start["config"]["critic_kwargs"] = {"warmup_steps": warmup} if of_critic else None
+        judgement = judge(run)
+        assert [item.rule.name for item in judgement.advice] == noted, warmup
+        few = f"Too early to judge: {N - warmup} of at least 10 rollouts after the warm-up, 100 of"
+        assert judgement.verdict.startswith("The policy hardly" if noted == ["dead"] else few)
+
+
 def test_rules_are_named_once_and_explain_only_later_ones():
     names = [rule.name for rule in RULES]
     assert set(CONDITIONS) == set(names) - {"nan", "empty", "failed"}
