@@ -371,7 +371,7 @@ class PPOTrainer(Trainer):
         """Add the run's log, its lines in the terminal, and what is done after every step."""
         monitors = [monitor.name for monitor in self.components.monitors]
         self.run_log = RunLog(model_id, self.reward_func_names, monitors, self.plan)
-        self.terminal = Terminal(self.plan, self.args.disable_tqdm)
+        self.terminal = Terminal(self.reward_func_names, self.plan, self.args.disable_tqdm)
         # the Trainer's own printing, which it added last
         self.callback_handler.callbacks[-1] = self.terminal
         # before those that may fail at a step's end

@@ -125,6 +125,13 @@ class Curves:
             self.of, ("reward", "kl_per_completion", "reward_std")
         )
         widest = self.spread.values.max()
+        # rewards that should fall
+        weights = run.start["config"].get("reward_weights") or []
+        self.penalties = [
+            self.of(f"rewards/{name}/mean")
+            for name, weight in zip(run.start.get("rewards", []), weights)
+            if weight < 0
+        ]
         # before it, only the critic learns, or the learning rate still rises
         critic_warmup = (run.start["config"].get("critic_kwargs") or {}).get("warmup_steps", 0)
         rates = self.of("learning_rate").values
@@ -198,6 +205,12 @@ class Curves:
         is_low = evaluated.end < x.end - 0.25 * gain
         return is_clear and is_low and evaluated.end - evaluated.start < 0.25 * gain
 
+    def is_traded(self, part: Trend) -> bool:
+        """True if one of several rewards gets worse while the sum rises."""
+        has_others = len(fnmatch.filter(self.names, "rewards/*/mean")) > 1
+        gets_worse = part.rises if part in self.penalties else part.falls
+        return has_others and gets_worse and self.rises
+
     def is_constant(self, spread: Trend) -> bool:
         """True if one of several rewards had no spread in any log, and their sum has some."""
         has_others = len(fnmatch.filter(self.names, "rewards/*/std")) > 1
@@ -255,10 +268,7 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
     "hacked": lambda x, c: (c.hacks(x) and not c.kl.rises, x.turns),
     "length": lambda x, c: (c.pays(x), x.first(above=1.3 * x.start)),
     "kl": lambda x, c: (x.end >= 50 and not c.of("kl").end < 0.1, x.first(above=50)),
-    "traded": lambda x, c: (
-        x.falls and c.rises and len(fnmatch.filter(c.names, "rewards/*/mean")) > 1,
-        x.turns,
-    ),
+    "traded": lambda x, c: (c.is_traded(x), x.turns),
     "constant": lambda x, c: (c.is_constant(x), None),
     "unconfirmed": lambda x, c: (c.is_unconfirmed(x), None),
     "cut": lambda x, c: (x.end >= 0.75 and c.all_equal and not c.has_gained, None),

@@ -238,8 +238,9 @@ class Terminal(ProgressCallback, PrinterCallback):
     """Prints the plan, a line per log, and grave problems; both callbacks of transformers print
     every metric."""
 
-    def __init__(self, plan: BatchPlan, disable_tqdm: bool):
+    def __init__(self, rewards: list[str], plan: BatchPlan, disable_tqdm: bool):
         super().__init__()
+        self.rewards = rewards
         self.plan = plan
         self.disable_tqdm = disable_tqdm
         # time and step at the beginning of the first whole rollout
@@ -313,7 +314,12 @@ class Terminal(ProgressCallback, PrinterCallback):
         if "reward" not in logs or len(state.log_history) <= 1.1 * self._judged:
             return
         self._judged = len(state.log_history)
-        start = {"plan": asdict(self.plan), "config": args.to_dict(), "trainer_config": {}}
+        start = {
+            "rewards": self.rewards,
+            "plan": asdict(self.plan),
+            "config": args.to_dict(),
+            "trainer_config": {},
+        }
         for item in judge(Run("", start, curves_of(state.log_history), [], [], 0.0, 0.0)).advice:
             if (item.rule.grave or item.rule.live) and item.rule.name not in self._warned:
                 self._warned.add(item.rule.name)

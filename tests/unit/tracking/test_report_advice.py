@@ -546,6 +546,17 @@ def test_distillation_without_a_reward_is_no_problem():
     assert judge(replace(run, curves=few)).kind == "early"
 
 
+@pytest.mark.parametrize(
+    ("weight", "cost", "kind"),
+    [(1.0, DOWN, "problem"), (-1.0, DOWN, "good"), (-1.0, UP, "problem"), (1.0, UP, "good")],
+)
+def test_reward_with_a_negative_weight_should_fall(weight, cost, kind):
+    run = synthetic(GOOD | {"rewards/answer/mean": UP, "rewards/cost/mean": cost})
+    run.start["rewards"] = ["answer", "cost"]
+    run.start["config"]["reward_weights"] = [1.0, weight]
+    assert judge(run).kind == kind
+
+
 @pytest.mark.parametrize("of_critic", [True, False])
 def test_policy_that_hardly_moves_is_judged_after_its_warmup(of_critic):
     """In it only the critic learns, or the learning rate still rises."""

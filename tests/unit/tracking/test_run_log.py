@@ -290,7 +290,7 @@ def test_log_is_one_line_between_plan_and_report(tmp_path, capsys):
 
 
 def test_terminal_warns_once_per_kind_while_it_happens(tmp_path, capsys):
-    terminal = Terminal(BatchPlan(1), disable_tqdm=True)
+    terminal = Terminal(["a"], BatchPlan(1), disable_tqdm=True)
     state = TrainerState(max_steps=99)
     args = config(tmp_path, kl_coef=0.02)
     terminal.on_train_begin(args, state, TrainerControl())
@@ -344,7 +344,7 @@ def test_line_has_the_mean_of_each_of_several_rewards_and_the_time_left(tmp_path
 
 
 def test_time_left_of_a_run_resumed_within_a_rollout_is_of_whole_rollouts(tmp_path, capsys):
-    terminal = Terminal(BatchPlan(1, num_mini_batches=4), disable_tqdm=True)
+    terminal = Terminal(["a"], BatchPlan(1, num_mini_batches=4), disable_tqdm=True)
     state = TrainerState(max_steps=16, global_step=3)
     terminal.on_train_begin(config(tmp_path), state, TrainerControl())
     paces = []
