@@ -147,6 +147,10 @@ class PPOModelConfig(trl.ModelConfig):
                     f"{given} only applies to 4 bits; set `load_in_4bit` too, or omit it."
                 )
         super().__post_init__()
+        # TRL unpacks a single entry, which PEFT would match with the whole path of a module
+        target = self.lora_target_modules
+        if isinstance(target, str) and re.fullmatch(r"[\w.]+", target):
+            self.lora_target_modules = [target]
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

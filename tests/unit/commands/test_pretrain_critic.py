@@ -524,7 +524,15 @@ def test_default_adapter_and_dtype_are_those_of_the_trainer(built):
     assert [row["prompt"] for row in given["train_dataset"]][:2] == ["w9 w0", "w10 w1"]
 
 
-@pytest.mark.parametrize("settings", [{"r": 4}, {"target_modules": ["q_proj", "v_proj"]}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"r": 4},
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": ["q_proj"]},
+        {"target_modules": r".*\.q_proj"},
+    ],
+)
 def test_lora_argument_changes_only_its_field(built, settings):
     arguments = {f"lora_{name}": value for name, value in settings.items()}
     assert built(PPOModelConfig("policy", **arguments))["peft_config"] == replace(
