@@ -145,7 +145,8 @@ class Curves:
             and has_trend
             and (self.reward.falls or self.reward.turns is not None)
         )
-        self.all_equal = self.spread.end <= 1e-6 * max(self.reward.scale, 1.0)
+        self.rounding = 1e-6 * max(self.reward.scale, 1.0)  # largest spread of equal rewards
+        self.all_equal = self.spread.end <= self.rounding
         self.narrows = self.spread.end <= 0.5 * widest  # there is less and less to learn
         # also with too few logs for a trend
         self.has_gained = (
@@ -214,7 +215,7 @@ class Curves:
     def is_constant(self, spread: Trend) -> bool:
         """True if one of several rewards had no spread in any log, and their sum has some."""
         has_others = len(fnmatch.filter(self.names, "rewards/*/std")) > 1
-        never_differs = len(spread.values) > 0 and not spread.values.any()
+        never_differs = spread.values.max() <= self.rounding
         return has_others and never_differs and not self.all_equal
 
     def has_fixed_length(self, truncated: Trend) -> bool:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from pandas import Series
 from tiny import config, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.ppo_math import masked_var
 from trl_ppo_ext.tracking.advice import CONDITIONS, RULES, Trend, judge, number
 from trl_ppo_ext.tracking.reading import Run, read_run
 
@@ -281,6 +283,13 @@ def test_reward_that_never_differs_is_named_beside_a_rising_sum():
     assert "constant" not in [x.rule.name for x in judge(synthetic(GOOD | equal)).advice]
     del parts["rewards/judge/std"]
     assert judge(synthetic(GOOD | parts)).advice == []
+
+
+def test_reward_that_never_differs_is_named_despite_its_rounding():
+    spread = float(masked_var(torch.full((32,), 0.1), torch.ones(32, dtype=torch.bool)).sqrt())
+    assert spread > 0
+    parts = {"rewards/format/std": spread * FLAT, "rewards/judge/std": 0.2 * FLAT}
+    assert [item.rule.name for item in judge(synthetic(GOOD | parts)).advice] == ["constant"]
 
 
 @pytest.mark.parametrize(
