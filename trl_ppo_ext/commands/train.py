@@ -19,8 +19,9 @@ from ..checkpoints.resume import check_earlier_run
 from ..config import PPOConfig
 from ..data import PROMPT_IDS, prompt_limit
 from ..episodes import Environments
-from ..modeling.adapters import read_critic
+from ..modeling.adapters import read_adapter, read_critic
 from ..redaction import shortened
+from ..rewards import RewardAdapter
 from ..tools.memory import GIB, PROMPT_LENGTH, estimate_memory
 from ..tracking.completions import check_trackers
 from .estimate import print_estimate, work_of
@@ -117,6 +118,9 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     start = args.critic_init
     if start is not None:
         read_critic(start, args.critic, name, args.reward_label, args.gamma)
+    for reward in arguments["reward_funcs"] + arguments["monitor_funcs"]:
+        if isinstance(reward, RewardAdapter):
+            read_adapter(reward.path)
     named = tokenizer_name(name, arguments["peft_config"])
     prompts = read_prompts(
         name, named, None, args, environments, datasets["train_dataset"], datasets["eval_dataset"]

@@ -313,6 +313,11 @@ def test_dry_run_refuses_what_the_run_would(there, monkeypatch, capsys):
         ),
         ({"report_to": "wandb"}, "`report_to` names 'wandb'", "not installed"),
         (
+            {"reward_funcs": "adapter:policy"},
+            "`policy` has no adapter_config.json",
+            "not a PEFT adapter",
+        ),
+        (
             {"output_dir": "policy"},
             "`output_dir` must not be the base model's own directory",
             "use another",
