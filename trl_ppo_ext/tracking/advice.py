@@ -35,57 +35,64 @@ class Trend:
     comparison false."""
 
     def __init__(self, curve: Series | None):
+        # 1. Points, and a smooth curve through them.
         if curve is None or len(curve) < FEWEST:
             values = Series(dtype=float)
         else:
             values = curve
         self.values = values
         self.smooth = smooth(values)
-        fifth = max(len(values) // 5, 1)
+        self.scale = float(self.smooth.abs().max())
         enough = len(values) >= FEWEST_TREND
-        self.start = float(values.iloc[:fifth].mean())
+
+        # 2. Noise of a point. The median absolute difference of neighbors estimates it without the
+        # trend and without a few jumps. Of few neighbors, it is often too small.
+        differences = values.diff()
+        noise = 1.4826 / math.sqrt(2) * float((differences - differences.median()).abs().median())
+        noise *= 1 + 3 / max(len(values) - 1, 1)
+
+        # 3. Levels: means of the first and the last fifth, and a median, which no outlier moves.
+        fifth = max(len(values) // 5, 1)
+        first = fifth
+        self.start = float(values.iloc[:first].mean())
+        # a fast change would hide in the mean
+        if enough and abs(values.iloc[0] - self.start) > 4 * noise:
+            first = 1
+            self.start = float(values.iloc[0])
         self.end = float(values.iloc[-fifth:].mean())
-        # no outliers
         if enough:
             self.recent = float(values.iloc[-max(fifth, FEWEST_TREND) :].median())
         else:
             self.recent = math.nan
-        # The median absolute difference of neighbors estimates the noise without the trend and
-        # without a few jumps. Of few neighbors, it is often too small.
-        differences = values.diff()
-        noise = 1.4826 / math.sqrt(2) * float((differences - differences.median()).abs().median())
-        noise *= 1 + 3 / max(len(values) - 1, 1)
         # standard error of `end - start` for independent points
-        self.error = noise * math.sqrt(2 / fifth)
-        # a fast change would hide in the mean
-        if enough and abs(values.iloc[0] - self.start) > 4 * noise:
-            self.start = float(values.iloc[0])
-            self.error = noise * math.sqrt(1 + 1 / fifth)
+        self.error = noise * math.sqrt(1 / first + 1 / fifth)
+
+        # 4. Direction, of a change that is more than noise, and enough to matter.
+        change = self.end - self.start
+        is_clear = enough and (self._is_ordered() or self._has_settled())
+        least_change = max(0 if is_clear else 4 * self.error, 0.02 * self.scale)
+        self.rises = enough and change > least_change
+        self.falls = enough and -change > least_change
+        self.collapses = self.falls and self.end <= 0.3 * self.start
+
+        # 5. The step from which on it went down again.
         top = self.smooth.max()
         bottom = self.smooth.min()
-        self.scale = float(self.smooth.abs().max())
-        if enough:
-            order = values.rank().corr(Series(range(len(values)), values.index, dtype=float))
-        else:
-            order = 0.0
-        # of noise, 1 % are
-        is_ordered = abs(order) > min(0.94, 2.5 / math.sqrt(max(len(values) - 1, 1)))
-        # more than noise, and enough to matter
-        is_clear = is_ordered or self._has_settled(enough)
-        least = max(0 if is_clear else 4 * self.error, 0.02 * self.scale)
-        self.rises = enough and self.end - self.start > least
-        self.falls = enough and self.start - self.end > least
-        self.collapses = self.falls and self.end <= 0.3 * self.start
-        least = max(5.5 * self.error, 0.25 * (top - bottom), 0.02 * self.scale)
-        # down, after this step
-        has_turned = enough and top - self.end > least
+        least_fall = max(5.5 * self.error, 0.25 * (top - bottom), 0.02 * self.scale)
+        has_turned = enough and top - self.end > least_fall
         self.turns = int(self.smooth.idxmax()) if has_turned else None
 
-    def _has_settled(self, enough: bool) -> bool:
+    def _is_ordered(self) -> bool:
+        """True if the points are nearly in order, as 1 % of those of noise are."""
+        steps = Series(range(len(self.values)), self.values.index, dtype=float)
+        order = self.values.rank().corr(steps)
+        return abs(order) > min(0.94, 2.5 / math.sqrt(len(self.values) - 1))
+
+    def _has_settled(self) -> bool:
         """True if all but the first points agree on a level that is far from the first two: the
         noise of few points contains the way there."""
         early = len(self.values) // 4
-        if not enough or early < 2:
+        if early < 2:
             return False
         later = self.values.iloc[early:]
         gaps = (later.mean() - self.values.iloc[:2]).to_numpy()
