@@ -190,28 +190,32 @@ class MemoryEstimate:
         copies = 0
         if args.dequantize_for_generation:
             copies = width * base.linear
-        stays: dict[str, float] = {}
+        between: dict[str, float] = {}  # what stays while the model is trained
         if self.on_gpu and cache <= KEPT and not copies and args.generation_backend != "vllm":
-            stays = {"KV cache": cache, "sampling": logits_of_step}
-        sampling = [{"dequantized base": copies} | stays | peak for peak in (prefill, last)]
+            between = {"KV cache": cache, "sampling": logits_of_step}
+        sampling = [{"dequantized base": copies} | between | peak for peak in (prefill, last)]
 
         # 3. Scoring, one reward at a time; reward adapters compute in float32
-        judged = min(args.per_device_reward_batch_size, batch) * length
-        scoring = [model.forward(judged) for model in models]
-        scoring += [base.forward(judged, 4) for _ in reward_adapters]
+        read_at_once = min(args.per_device_reward_batch_size, batch) * length
+        scoring = [model.forward(read_at_once) for model in models]
+        scoring += [base.forward(read_at_once, 4) for _ in reward_adapters]
 
         # 4. Projections of a chunk to the vocabulary: product (in float32 the logits), logits,
         # derivative, reference
         chunk = min(
             scored, max(1, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"] // base.vocabulary)
         )
-        number = 8 + (width if width < 4 else 0) + (4 if args.kl_estimator == "exact" else 0)
-        logits = chunk * base.vocabulary * number
-        kept = 4 * base.hidden * scored
-        states = 0
+        bytes_per_logit = 8
+        if width < 4:
+            bytes_per_logit += width
+        if args.kl_estimator == "exact":
+            bytes_per_logit += 4
+        logits = chunk * base.vocabulary * bytes_per_logit
+        of_responses = 4 * base.hidden * scored  # states in float32
+        of_critic = 0
         if critic == "side":  # the states that it reads, at all positions, and its own
-            kept = kept + 4 * scored * (read + 4 * SIDE_WIDTH)
-            states = width * (read - base.hidden) * tokens
+            of_responses += 4 * scored * (read + 4 * SIDE_WIDTH)
+            of_critic = width * (read - base.hidden) * tokens
 
         # 5. Backward: what the trunk saved for it, and gradients within a layer; DDP has gradients
         # in buckets too
@@ -222,27 +226,23 @@ class MemoryEstimate:
             trunk = width * base.hidden * base.layers * tokens
             backward = backward + layer
         gradients = 4 * trained * (2 if self.processes > 1 else 1)
-        # of earlier micro-batches
-        if plan.gradient_accumulation_steps > 1:
-            early = gradients
-        else:
-            early = 0
+        of_earlier = gradients if plan.gradient_accumulation_steps > 1 else 0  # micro-batches
 
         moments: dict[str, list[dict[str, float]]] = {
             "generate": [{}] if args.generation_backend == "vllm" else sampling,
             "score": [{"activations": peak} for peak in scoring or [0]],
             "update": [
-                {"activations": trunk + states, "gradients": early},
-                {"activations": trunk, "logits": logits + kept, "gradients": early},
+                {"activations": trunk + of_critic, "gradients": of_earlier},
+                {"activations": trunk, "logits": logits + of_responses, "gradients": of_earlier},
                 {
                     "activations": adapters * trunk + backward,
-                    "logits": kept,
+                    "logits": of_responses,
                     "gradients": gradients,
                 },
             ],
         }
         peaks = {
-            name: resident | stays | max(parts, key=lambda x: sum(x.values()))
+            name: resident | between | max(parts, key=lambda x: sum(x.values()))
             for name, parts in moments.items()
         }
         return DataFrame(peaks).where(lambda table: table > 0).dropna(how="all")
@@ -373,7 +373,11 @@ def estimate_memory(
             )
             rewards.append(model_sizes(classifier, width, loaded_as))
         elif isinstance(reward, PreTrainedModel | PeftModel):  # with an adapter it raises
-            rewards.append(model_sizes(cast(PreTrainedModel, reward), reward.dtype.itemsize))
+            loaded_as = quantization_of(getattr(reward.config, "quantization_config", None))
+            classifier = cast(PreTrainedModel, reward)
+            if loaded_as is not None and isinstance(reward, PreTrainedModel):
+                classifier = on_meta(reward.config, True)  # its weights are packed
+            rewards.append(model_sizes(classifier, reward.dtype.itemsize, loaded_as))
     if isinstance(peft_config, str):
         adapter = PeftConfig.from_pretrained(peft_config)
     else:
@@ -383,27 +387,9 @@ def estimate_memory(
         or options.get("quantization_config")
         or getattr(config, "quantization_config", None)
     )
-    quantized_to = None
-    if quantization is not None:
-        # saved, or given
-        if isinstance(quantization, dict):
-            settings = quantization
-        else:
-            settings = quantization.to_dict()
-        method = settings.get("quant_method", "bitsandbytes")  # by which transformers completes it
-        if method != "bitsandbytes":
-            raise ValueError(f"Only quantization by bitsandbytes is estimated, got {method!r}.")
-        if settings.get("bnb_4bit_use_double_quant"):
-            in_4_bits = "4bit double"
-        else:
-            in_4_bits = "4bit"
-        if settings.get("load_in_8bit"):
-            quantized_to = "int8"
-        else:
-            quantized_to = in_4_bits
     return MemoryEstimate(
         args,
-        base=model_sizes(base, width, quantized_to),
+        base=model_sizes(base, width, quantization_of(quantization)),
         adapter=adapter_sizes(base, adapter or default_peft_config()),
         rewards=tuple(rewards),
         processes=args.world_size,
@@ -411,6 +397,22 @@ def estimate_memory(
         optimizer=OPTIMIZERS[optimizer],
         on_gpu=device == "cuda",
     )
+
+
+def quantization_of(settings: Any) -> str | None:
+    """Key of `QUANTIZED` for a config of bitsandbytes, saved or given; `None` without one."""
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        settings = settings.to_dict()
+    method = settings.get("quant_method", "bitsandbytes")  # by which transformers completes it
+    if method != "bitsandbytes":
+        raise ValueError(f"Only quantization by bitsandbytes is estimated, got {method!r}.")
+    if settings.get("load_in_8bit"):
+        return "int8"
+    if settings.get("bnb_4bit_use_double_quant"):
+        return "4bit double"
+    return "4bit"
 
 
 def on_meta(
@@ -443,16 +445,18 @@ def model_sizes(model: PreTrainedModel, width: int, quantization: str | None = N
     )
     config = model.config.get_text_config()
     attention = layers[0].self_attn
-    widths = attention.q_proj.out_features, attention.k_proj.out_features
     return ModelSizes(
-        *(
-            config.hidden_size,
-            config.intermediate_size,
-            len(layers),
-            *widths,
-            hasattr(attention, "q_norm"),
-        ),
-        *(config.vocab_size, linear, model.num_parameters() - linear, width, quantization),
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        layers=len(layers),
+        query_width=attention.q_proj.out_features,
+        kv_width=attention.k_proj.out_features,
+        head_norms=hasattr(attention, "q_norm"),
+        vocabulary=config.vocab_size,
+        linear=linear,
+        others=model.num_parameters() - linear,
+        width=width,
+        quantization=quantization,
     )
 
 

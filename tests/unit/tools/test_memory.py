@@ -117,6 +117,8 @@ def test_quantized_bytes_equal_those_of_a_loaded_model(tmp_path, kind):
     layers = [x for x in loaded.modules() if isinstance(x, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
     constants = sum(4 * x.out_features if kind == "int8" else 4 * (16 + 256) for x in layers)
     assert sizes.bytes + constants == pytest.approx(bytes_of(loaded), abs=2100)
+    estimate = estimate_memory(llama().config, config(tmp_path), reward_funcs=loaded, device="cpu")
+    assert estimate.rewards == (sizes,)
 
 
 def test_quantization_may_be_among_the_arguments_of_the_model(tmp_path):
