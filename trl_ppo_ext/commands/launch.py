@@ -184,10 +184,16 @@ def parse(
     types = (PPOModelConfig, script_class, config_class)
     argv = _renamed_options(argv)
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    files.add_argument("--config", nargs="?", const="")
-    chosen, argv = files.parse_known_args(
-        ["--config"] + argv if argv and argv[0][:1] != "-" else argv
-    )
+    files.add_argument("--config", nargs="?", const="", action="append", default=[])
+    if argv and not argv[0].startswith("-"):
+        argv = ["--config"] + argv
+    named, argv = files.parse_known_args(argv)
+    if len(named.config) > 1:
+        raise ValueError(
+            f"There can be one config file, got {' and '.join(map(repr, named.config))}; write all "
+            "into one, or pass arguments of the command line."
+        )
+    file = next(iter(named.config), None)
     parser = trl.TrlParser(
         types,
         prog=program,
@@ -199,9 +205,7 @@ def parse(
         exit_on_error=False,
     )
     try:
-        in_file = parser.set_defaults_with_config(
-            **{} if chosen.config is None else _read_config(chosen.config)
-        )
+        in_file = parser.set_defaults_with_config(**{} if file is None else _read_config(file))
         namespace, in_line = parser.parse_known_args(argv)
         names = [text for text in in_line if text.startswith("--")] or in_line[:1]
         problems = []
@@ -225,7 +229,7 @@ def parse(
         RecursionError,
     ) as error:
         raise ValueError(f"The arguments cannot be read: {shortened(error)}") from error
-    script.directory = chosen.config and os.path.dirname(os.path.abspath(chosen.config))
+    script.directory = file and os.path.dirname(os.path.abspath(file))
     return script, args, model
 
 

@@ -125,6 +125,16 @@ def test_config_file_may_be_the_first_argument(there, capsys):
     assert "`--config` must be a YAML file, got 'configs/rum.yaml'" in capsys.readouterr().err
 
 
+def test_second_config_file_is_refused(there, capsys):
+    run("--dry_run")
+    for first in ([], ["--config"]):
+        assert cli.main(["train", *first, "configs/run.yaml", "--config", "b.yaml"]) == 2
+        assert (
+            "There can be one config file, got 'configs/run.yaml' and 'b.yaml'"
+            in capsys.readouterr().err
+        )
+
+
 def test_run_resumes_from_its_newest_checkpoint(there):
     assert run(output_dir="straight") == 0
     for folder, how in (("resumed", True), ("named", "named/checkpoint-2")):
