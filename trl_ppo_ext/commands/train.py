@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
+from peft import PeftConfig
 from transformers.hf_argparser import HfArg
 
 from ..arguments import read_prompts, settle_trainer_arguments, tokenizer_name
@@ -20,9 +21,10 @@ from ..config import PPOConfig
 from ..data import PROMPT_IDS, prompt_limit
 from ..episodes import Environments
 from ..modeling.adapters import read_adapter, read_critic
+from ..modeling.loading import add_policy_adapter, hub_kwargs, load_config
 from ..redaction import shortened
 from ..rewards import RewardAdapter
-from ..tools.memory import GIB, PROMPT_LENGTH, estimate_memory
+from ..tools.memory import GIB, PROMPT_LENGTH, estimate_memory, on_meta
 from ..tracking.completions import check_trackers
 from .estimate import print_estimate, work_of
 from .launch import (
@@ -121,6 +123,12 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     for reward in arguments["reward_funcs"] + arguments["monitor_funcs"]:
         if isinstance(reward, RewardAdapter):
             read_adapter(reward.path)
+    adapter = arguments["peft_config"]
+    if isinstance(adapter, PeftConfig):  # PEFT checks the names of its modules
+        config = load_config("model", name, hub_kwargs(args))
+        base = on_meta(config, trust_remote_code=args.trust_remote_code)
+        with torch.device("meta"):
+            add_policy_adapter(base, copy(adapter))
     named = tokenizer_name(name, arguments["peft_config"])
     prompts = read_prompts(
         name, named, None, args, environments, datasets["train_dataset"], datasets["eval_dataset"]

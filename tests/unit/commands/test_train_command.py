@@ -480,6 +480,7 @@ WRONG = [
         "name a saved adapter",
     ),
     ({"adapter_name_or_path": "splits", "lora_r": 4}, "`lora_r", "=4", "remove one of the two"),
+    ({"lora_target_modules": ["q_prj"]}, "Target modules", "q_prj", "not found in the base model"),
     ({"use_bnb_nested_quant": True}, "`use_bnb_nested_quant", "4 bits", "set `load_in_4bit`"),
     (
         {"load_best_model_at_end": True},
