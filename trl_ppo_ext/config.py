@@ -397,6 +397,11 @@ class PPOConfig(TRLFields, TrainingArguments):
         size = self.generation_batch_size
         with applied(self):
             self._finish()
+        # the fields of PPO, from which others have followed, when TRL's have set them
+        inherited = {entry.name for entry in fields(TrainingArguments)}
+        # not those of a subclass, from which nothing follows here
+        own = {entry.name for entry in fields(PPOConfig)} - inherited - SET_LATER
+        self.settled = {name: getattr(self, name) for name in sorted(own)}
         if micro_batches is not None and size is not None:
             unit = self.per_device_train_batch_size * self.world_size
             expected = micro_batches * unit
@@ -456,11 +461,6 @@ class PPOConfig(TRLFields, TrainingArguments):
         self._settle_data()
         self._settle_sizes()
         self._settle_schedule()
-        # 5. Fields of PPO, from which others have followed by now
-        inherited = {entry.name for entry in fields(TrainingArguments)}
-        # not those of a subclass, from which nothing follows here
-        own = {entry.name for entry in fields(PPOConfig)} - inherited - SET_LATER
-        self.settled = {name: getattr(self, name) for name in sorted(own)}
 
     def check_unchanged(self) -> None:
         """Raise if fields of PPO were set after the construction, which nothing followed."""
