@@ -87,9 +87,12 @@ def settle_trainer_arguments(
         check_deepspeed(args)
     if args.fp16 and (is_fsdp or is_deepspeed):
         raise ValueError("`fp16=True` is not supported with FSDP and DeepSpeed; use `bf16`.")
-    if isinstance(train_dataset, IterableDataset):
-        # this process reads a stream; workers would pass on row numbers
-        args.dataloader_num_workers = 0
+    # this process reads the rows; workers would pass on row numbers, and if they persist, a resumed
+    # run would draw other random numbers
+    args.dataloader_num_workers = 0
+    args.dataloader_persistent_workers = False
+    args.dataloader_prefetch_factor = None
+    args.dataloader_multiprocessing_context = None
     if optimizer is not None and args.critic_learning_rate is not None:
         raise ValueError(
             "`critic_learning_rate` needs the trainer's own optimizer; remove it, or `optimizers`."

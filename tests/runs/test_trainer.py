@@ -256,15 +256,28 @@ def test_rewards_get_columns_and_are_weighted(tmp_path):
 
 
 def test_streaming_dataset_trains_with_max_steps(tmp_path):
-    built = trainer(
-        tmp_path, dataset=prompts(10).to_iterable_dataset(), max_steps=12, dataloader_num_workers=2
-    )
-    assert built.args.dataloader_num_workers == 0  # the stream is read here
+    built = trainer(tmp_path, dataset=prompts(10).to_iterable_dataset(), max_steps=12)
     rollouts = rollouts_of(built)
     built.train()
     assert built.state.global_step == 12 and len(rollouts) == 3
     texts = list(prompts(10)["prompt"])
     assert [p for _, s in rollouts for p in s.batch.prompts] == (texts + texts[:6] + texts)[:24]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_workers_of_the_dataloader_change_nothing(tmp_path, streams):
+    workers = {
+        "dataloader_num_workers": 2,
+        "dataloader_persistent_workers": True,
+        "dataloader_prefetch_factor": 2,
+    }
+    ends = []
+    for settings in ({}, workers):
+        dataset = prompts(8).to_iterable_dataset() if streams else prompts(8)
+        built = trainer(tmp_path, dataset=dataset, max_steps=8, **settings)
+        built.train()  # two epochs
+        ends.append(weights(built))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
 def test_chat_prompts_reach_rewards_as_messages(tmp_path):
