@@ -1,7 +1,7 @@
 """Advantages for the policy and targets for the critic, from rewards per token."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def gae_with_critic(
     Source: https://huggingface.co/papers/1506.02438, https://huggingface.co/papers/2503.01491
     (decoupled λ)
     """
-    gamma, lam, lam_critic = discounts
+    gamma = discounts.gamma
 
     # 1. What was paid after each token. No value enters: units do not depend on the critic.
     nothing = torch.zeros_like(rewards)
@@ -121,47 +121,19 @@ def gae_with_critic(
         outcomes = torch.where(is_enough, outcomes, bootstrapped)
         uncut = torch.where(is_enough, ended, steps)
 
-    # 4. The baseline: values, and scores of the prompt's other completions, as far as they fit the
-    # outcomes.
-    baseline = values
-    explains = values
-    weights = None
-    if is_normalized:
-        counts = uncut & enters
-        predictors = [values]
-        if groups.size > 1:
-            others = means_of_others(rewards.sum(1), counts.any(1), groups)
-            predictors.append(others[:, None].expand_as(values))
-        # others' scores know no time: as a value, they would stay when nothing is left to earn
-        in_values = torch.stack(predictors[:1] if discounts.bootstraps else predictors, -1)
-        fit = fit_baseline(
-            outcomes, in_values, counts, seen, groups, is_cautious=not discounts.bootstraps
-        )
-        baseline = fit.at(in_values)
-        if discounts.bootstraps:
-            # a shift of all values would charge the ends of completions with what is still to earn
-            # before them
-            baseline = torch.where(fit.weights > TRUSTED, values, baseline)
-            is_known = (fit.weights > TRUSTED) & (fit.left_out > KNOWN)
-        baseline = baseline * steps
-        explains = fit.explains(in_values)
-        weights = fit.weights
+    # 4. Advantages for the policy.
+    measured = Measured(
+        rewards, values, after, steps, outcomes=outcomes, entering=enters, counted=uncut & enters
+    )
+    if not is_normalized:
+        estimate = from_values(measured, discounts)
+    elif discounts.bootstraps:
+        estimate = from_later_values(measured, discounts, seen, groups, all_sum)
+    else:
+        estimate = from_outcomes(measured, discounts, seen, groups)
 
-    # 5. Advantages for the policy and returns for the critic, each with its λ.
-    advantages, _ = ppo_math.gae(rewards, baseline, steps, gamma, lam, after)
-    _, returns = ppo_math.gae(rewards, values, steps, gamma, lam_critic, after)
-    if is_normalized and discounts.bootstraps:
-        # values that know little leave what all completions earn at a place, e.g. a KL penalty
-        usual = mean_of_others_at_place(advantages, steps, enters, all_sum)
-        advantages = (advantages - usual.masked_fill(is_known, 0)) * steps
-    if is_normalized and discounts.bootstraps and groups.size > 1:
-        # whatever the other completions tell of an advantage is no merit of its token
-        of_group = torch.stack(predictors[1:], -1)
-        fit = fit_baseline(advantages, of_group, counts, groups=groups)
-        advantages = (advantages - fit.at(of_group) + fit.mean[:, None]) * steps
-        weights = torch.cat([cast(Tensor, weights), fit.weights], 1)
-
-    # 6. The critic learns in units with this rollout's returns.
+    # 5. Returns for the critic, in units with those of this rollout.
+    _, returns = ppo_math.gae(rewards, values, steps, gamma, discounts.lam_critic, after)
     if is_normalized:
         new_units = Units.of(seen_after)
     else:
@@ -170,18 +142,102 @@ def gae_with_critic(
     if is_normalized:
         targets = targets.clamp(-LARGEST, LARGEST)
     result = CriticAdvantages(
-        advantages,
+        estimate.advantages,
         values=values,
-        baseline=baseline,
+        baseline=estimate.baseline,
         returns=returns,
         targets=targets,
         outcomes=outcomes,
         uncut=uncut,
-        explains=explains,
-        weights=weights,
+        explains=estimate.explains,
+        weights=estimate.weights,
         spread=spread,
     )
     return result, seen_after
+
+
+class Measured(NamedTuple):
+    """A rollout with the values of a critic; tensors are `[batch, response]`."""
+
+    rewards: Tensor
+    values: Tensor  # in the unit of the rewards
+    after: Tensor | None  # [batch], values after a limit; 0 at completions that ended
+    steps: Tensor  # 1 at tokens, or first tokens of turns, that have a value
+    outcomes: Tensor  # sums of the rewards that follow
+    entering: Tensor  # 1 at steps of ordinary completions
+    counted: Tensor  # 1 at those of them with an outcome
+
+    def gae(self, baseline: Tensor, discounts: Discounts) -> Tensor:
+        """Advantages over a baseline."""
+        return ppo_math.gae(
+            self.rewards, baseline, self.steps, discounts.gamma, discounts.lam, self.after
+        )[0]
+
+    def of_others(self, groups: Groups) -> Tensor:
+        """Mean score of the prompt's other completions at each step."""
+        others = means_of_others(self.rewards.sum(1), self.counted.any(1), groups)
+        return others[:, None].expand_as(self.values)
+
+
+class Estimate(NamedTuple):
+    """Advantages, and the baseline that they are taken from, as of [`CriticAdvantages`]."""
+
+    advantages: Tensor
+    baseline: Tensor
+    explains: Tensor
+    weights: Tensor | None = None
+
+
+def from_values(x: Measured, discounts: Discounts) -> Estimate:
+    """The values themselves are the baseline."""
+    return Estimate(x.gae(x.values, discounts), x.values, x.values)
+
+
+def from_outcomes(x: Measured, discounts: Discounts, seen: Moments, groups: Groups) -> Estimate:
+    """With λ = 1 the baseline has values, and scores of the prompt's other completions, as far as
+    they fit the outcomes."""
+    columns = [x.values]
+    if groups.size > 1:
+        columns.append(x.of_others(groups))
+    predictors = torch.stack(columns, -1)
+    fit = fit_baseline(x.outcomes, predictors, x.counted, seen, groups)
+    baseline = fit.at(predictors) * x.steps
+    return Estimate(x.gae(baseline, discounts), baseline, fit.explains(predictors), fit.weights)
+
+
+def from_later_values(
+    x: Measured,
+    discounts: Discounts,
+    seen: Moments,
+    groups: Groups,
+    all_sum: Reduction = torch.clone,
+) -> Estimate:
+    """With λ < 1 values of later tokens stand for what is left to earn.
+
+    Scores of other completions know no time: among the values, they would stay when nothing is left
+    to earn. They are subtracted from the advantages.
+    """
+    # 1. Values as they are if they fit the outcomes: a shift of all would charge the ends of
+    # completions with what is still to earn before them.
+    values = x.values[..., None]
+    fit = fit_baseline(x.outcomes, values, x.counted, seen, groups, is_cautious=False)
+    is_trusted = fit.weights > TRUSTED
+    baseline = torch.where(is_trusted, x.values, fit.at(values)) * x.steps
+    advantages = x.gae(baseline, discounts)
+    weights = fit.weights
+
+    # 2. Values that know little leave what all completions earn at a place, e.g. a KL penalty.
+    usual = mean_of_others_at_place(advantages, x.steps, x.entering, all_sum)
+    is_known = is_trusted & (fit.left_out > KNOWN)
+    advantages = (advantages - usual.masked_fill(is_known, 0)) * x.steps
+
+    # 3. Whatever the other completions tell of an advantage is no merit of its token.
+    if groups.size > 1:
+        others = x.of_others(groups)[..., None]
+        of_group = fit_baseline(advantages, others, x.counted, groups=groups)
+        advantages = (advantages - of_group.at(others) + of_group.mean[:, None]) * x.steps
+        weights = torch.cat([weights, of_group.weights], 1)
+    return Estimate(advantages, baseline, fit.explains(values), weights)
 
 
 def mean_of_others_at_place(
