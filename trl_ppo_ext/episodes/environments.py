@@ -110,6 +110,20 @@ class ToolEnvironment:
             "returns text or a `StepResult`."
         )
 
+    def check_columns(self, columns: set[str]) -> None:
+        """Raise if `reset` does not take all columns."""
+        if self.instance is None:
+            return
+        signature = inspect.signature(self.instance.reset)
+        try:
+            signature.bind(**dict.fromkeys(columns))
+        except TypeError as error:
+            raise TypeError(
+                f"`reset` of the environment `{type(self.instance).__name__}` must take each "
+                f"column by name, got {signature} for the columns {sorted(columns)}; end its "
+                "parameters with `**columns`, and add a missing column."
+            ) from error
+
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
         """First observation, which is appended to the prompt."""
         return None if self.instance is None else await called(self.instance.reset, **row)
@@ -414,9 +428,7 @@ class Environments:
         if "prompt" in columns and len(dataset) and dataset[0]["prompt"] == NO_PROMPT:
             columns.remove("prompt")  # which stands for none
         for name in names:
-            environment = self.kind({"environment": name}).first  # the pool may be empty
-            if isinstance(environment, TextEnvironment):
-                environment.check_columns(columns)
+            self.kind({"environment": name}).first.check_columns(columns)  # the pool may be empty
         return dataset
 
     def prepare(

@@ -529,6 +529,21 @@ def test_reset_that_names_no_column_raises_before_training():
         environments.checked(Dataset.from_list(rows))
 
 
+def test_reset_beside_tools_that_lacks_columns_raises_before_training():
+    class Narrow(Counter):
+        def reset(self, secret):
+            pass
+
+    message = (
+        r"`reset` of the environment `Narrow` must take each column by name, got \(secret\) for "
+        r"the columns \['prompt', 'secret'\]; end its parameters with `\*\*columns`"
+    )
+    rows = Dataset.from_list(rows_of("alpha", secret=["a"]))
+    with pytest.raises(TypeError, match=message):
+        Environments(None, Narrow).checked(rows)
+    Environments([add]).checked(rows)
+
+
 class Seedless:
     """Plain environment whose `reset` lacks the seed, so `step` is a tool."""
 
