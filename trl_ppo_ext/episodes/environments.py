@@ -174,9 +174,12 @@ class ToolEnvironment:
         if name == "step" and name in self.with_state and _is_transition(result):
             raise self._seed_error()
         message = {"role": "tool", "name": name, "content": encodable(text)}
-        reward, done = (
-            (result.reward, _flag(result.done)) if isinstance(result, StepResult) else (None, False)
-        )
+        reward = None
+        done = False
+        if isinstance(result, StepResult):
+            done = _flag(result.done)
+            if result.reward is not None:
+                reward = _number(result.reward)
         return Answer([message], reward, done, failed=[failed])
 
 
@@ -202,6 +205,17 @@ def _flag(done: Any) -> bool:
             "done)."
         )
     return done
+
+
+def _number(reward: Any) -> float:
+    """Reward of a turn, from the user."""
+    try:
+        return float(reward)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"The reward of a turn must be a number, got {shortened(repr(reward))}; use 0.0 for "
+            "none."
+        ) from error
 
 
 class TextEnvironment:
@@ -272,7 +286,7 @@ class TextEnvironment:
             messages = [{"role": "user", "content": encodable(observation)}]
         else:
             messages = []
-        return Answer(messages, float(reward), ends, bool(truncated and not done))
+        return Answer(messages, _number(reward), ends, bool(truncated and not done))
 
 
 def schema_of(tool: Callable) -> dict[str, Any]:
