@@ -132,7 +132,7 @@ class PPOTrainer(Trainer):
         peft_config (`PeftConfig` or `str`, *optional*):
             Config of the policy's adapter, or path or id of a saved adapter on `model`, which
             starts the policy. Defaults to LoRA of rank 16.
-        tools (`list[Callable]`, *optional*):
+        tools (`Callable` or `list[Callable]`, *optional*):
             Functions, also asynchronous ones, that the policy may call between its turns. They need
             type hints and a Google-style docstring, and the chat template must render tool calls.
         rollout_func (`Callable`, *optional*):
@@ -181,7 +181,7 @@ class PPOTrainer(Trainer):
         ] = (None, None),
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | str | None = None,
-        tools: list[Callable] | None = None,
+        tools: Callable | list[Callable] | None = None,
         rollout_func: Callable[..., dict] | None = None,
         environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
         monitor_funcs: RewardFunc | list[RewardFunc] | None = None,
@@ -200,7 +200,7 @@ class PPOTrainer(Trainer):
         reward_list = as_list(reward_funcs)
         monitor_list = as_list(monitor_funcs)
         reward_tokenizers = as_list(reward_processing_classes)
-        environments = Environments(tools, environment_factory, rollout_func)
+        environments = Environments(as_list(tools), environment_factory, rollout_func)
         optimizer, scheduler = optimizers
         settle_trainer_arguments(
             model=model,

@@ -17,7 +17,7 @@ from datasets import Dataset, IterableDataset
 from processes import finished, start
 from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, trainer, weights, write_completions
 from scripted import Echo, call, fails, write_turns
-from tiny import WORDS, byte_tokenizer, config, llama, prompts, tokenizer
+from tiny import WORDS, byte_tokenizer, config, length_reward, llama, prompts, tokenizer
 
 from trl_ppo_ext import PPOTrainer, RewardError, ppo_math
 from trl_ppo_ext import trainer as trainer_module
@@ -655,6 +655,10 @@ def test_reward_labels_skip_the_reward_of_an_environment(tmp_path):
     }
     run = chat_trainer(tmp_path / "run", {}, [str(tmp_path / "model")], **settings)
     assert len(run.components.rewards) == 2 and run.components.rewards[0].label == 1
+
+
+def test_tool_beside_no_others_needs_no_list(tmp_path):
+    assert chat_trainer(tmp_path, {}, length_reward, tools=fails).tools == [fails]
 
 
 def test_run_with_tools_logs_what_trl_logs(tmp_path):
