@@ -1003,9 +1003,9 @@ class PPOConfig(TRLFields, TrainingArguments):
     def to_dict(self) -> dict[str, Any]:
         """Settings that are safe to log: placeholders for tokens, and no fields of TRL, which
         have set others."""
-        return without_secrets(
-            {name: x for name, x in super().to_dict().items() if name not in NAMES}
-        )
+        settings = super().to_dict()
+        settings["pad_token"] = self.pad_token  # which the Trainer takes for a key
+        return without_secrets({name: x for name, x in settings.items() if name not in NAMES})
 
     @classmethod
     def preset(cls, name: str, output_dir: str | None = None, **overrides: Any) -> "PPOConfig":

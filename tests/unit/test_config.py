@@ -258,3 +258,9 @@ def test_setting_of_the_trainer_that_changes_nothing_is_said(
 )
 def test_first_step_is_logged_by_default_if_logs_count_steps(settings, logs):
     assert PPOConfig("run", use_cpu=True, **settings).logging_first_step is logs
+
+
+def test_settings_that_are_logged_hold_the_pad_token():
+    for token in (None, "<eos>"):
+        settings = PPOConfig("run", use_cpu=True, pad_token=token, hub_token="x").to_dict()
+        assert (settings["pad_token"], settings["hub_token"]) == (token, "<HUB_TOKEN>")
