@@ -210,7 +210,8 @@ def _at_tokens(entry: Any, length: int, width: int) -> tuple[Tensor, Tensor]:
         pairs = enumerate(entry)
         if len(entry) != length:
             remedy = (
-                f", which has {length} tokens; return one per token, or (position, reward) pairs."
+                f", which has {length} tokens; return a number, or a list with one per token or of "
+                "(position, reward) pairs."
             )
             raise ValueError(f"{len(entry)} token rewards", remedy)
     tokens = torch.zeros(width, dtype=torch.float32)
