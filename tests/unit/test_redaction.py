@@ -194,6 +194,6 @@ def test_keys_of_known_forms_are_masked_and_code_is_not():
     ["://a:", "a" * 20, "key=", "--key ", "eyJ", "a.", "sk-", "-----BEGIN PRIVATE KEY-----", '"'],
 )
 def test_hostile_text_takes_linear_time(part):
-    began = time.perf_counter()
+    began = time.process_time()
     redacted(part * (100_000 // len(part)))
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
