@@ -124,6 +124,12 @@ def _check_labels(reward_funcs: list, monitor_funcs: list, args: PPOConfig) -> N
                 model_id = reward.model
             config = reward_config(model_id, args)
             num_labels = config.num_labels
+            if label is None and num_labels != 1 and is_language_model(config):
+                raise ValueError(
+                    f"The reward `{model_id}` is a language model, which has no scores; name a "
+                    "sequence classifier, e.g. one trained with TRL's `RewardTrainer`, or let a "
+                    "server of the model rate completions, with `Judge`."
+                )
             has_default = label is None and is_process_model(config) and num_labels == 2
             if not has_default:
                 checked_label(model_id, num_labels, label, config)
@@ -144,6 +150,12 @@ def _check_labels(reward_funcs: list, monitor_funcs: list, args: PPOConfig) -> N
             f"`reward_label={args.reward_label}` needs a reward model with several outputs in "
             "`reward_funcs`; omit it."
         )
+
+
+def is_language_model(config: Any) -> bool:
+    """Whether a model of this config predicts tokens."""
+    architectures = getattr(config, "architectures", None) or []
+    return any(name.endswith("ForCausalLM") for name in architectures)
 
 
 def reward_config(model_id: str, args: PPOConfig) -> Any:

@@ -689,3 +689,9 @@ def test_labels_that_do_not_fit_are_refused_with_what_fits(labeled, names, label
         check_reward_arguments(
             [labeled[name] for name in names], [], None, settings(reward_label=label)
         )
+
+
+def test_language_model_is_refused_as_a_reward(tmp_path):
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is a language model, which has no scores; .*`Judge`"):
+        check_reward_arguments([str(tmp_path)], [], None, settings())
