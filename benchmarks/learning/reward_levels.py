@@ -1,5 +1,5 @@
-"""A reward model paid at the end against its changes paid by token, in the setting of
-`make demo`, over 12 rollouts of 64 completions.
+"""A reward model paid at the end against its changes paid by token, on the task of `make demo`,
+over 12 rollouts of 64 completions, at a rate of 1e-3 and a lower KL coefficient.
 
     python benchmarks/learning/reward_levels.py                # all runs
     python benchmarks/learning/reward_levels.py --rewards pairs --levels token --seeds 0
@@ -51,7 +51,12 @@ RIVALS = {
 }
 PAIRS = 640
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
-SETTING = {"max_steps": 48, "kl_coef": 0.02, "disable_tqdm": True}  # 12 rollouts of 64
+SETTING = {
+    "learning_rate": 1e-3,
+    "max_steps": 48,  # 12 rollouts of 64
+    "kl_coef": 0.02,
+    "disable_tqdm": True,
+}
 EXPLAINED = "value/explained_variance"
 LOGGED = "reward", "kl", EXPLAINED, "entropy", "lam"
 AT_END = 3  # rollouts

@@ -35,12 +35,12 @@ from trl_ppo_ext.commands.main import main as trl_ppo
 OUTPUT = Path("runs/reviews")
 TALK = f"trl-ppo chat {OUTPUT / 'ppo'} --plain --temperature 0.7"
 SETTINGS = {
-    "learning_rate": 1e-3,
+    "learning_rate": 5e-4,
     "max_steps": 32,
     "generation_batch_size": 64,
     "per_device_train_batch_size": 16,
     "max_completion_length": LENGTH,
-    "kl_coef": 0.035,  # a reward model can be hacked
+    "kl_coef": 0.07,  # a reward model can be hacked
     # faster than bfloat16 on CPUs without its instructions
     "model_init_kwargs": {"dtype": "float32"},
     "gradient_checkpointing": False,
