@@ -656,47 +656,43 @@ class PPOTrainer(Trainer):
     def _get_dataloader(
         self, dataset: Any, description: str, is_training: bool = False, **kwargs: Any
     ) -> DataLoader:
-        """Rows to evaluate, or numbers of rows to train on: a rollout's prompts, repeated for
-        its micro-batches."""
+        """Loader of rows to evaluate, or of the numbers of rows to train on."""
         self._restore_process_state()
-        if not is_training:
-            if not any(dataset is x for x in self._tokenized):
-                dataset = self._tokenize(
-                    dataset, name=f"{'test' if description == 'test' else 'eval'}_dataset"
-                )
-            # without a length, rows that fill up ranks could not be told
-            if isinstance(dataset, IterableDataset):
-                dataset = list(dataset)
-            copies = range(self.args.num_generations_eval or 1)
-            dataset = Subset(dataset, [row for row in range(len(dataset)) for _ in copies])
-            # even batches: the last one is filled on every rank, by rows that do not count
-            count = math.ceil(len(dataset) / self.accelerator.num_processes)
-            kwargs["batch_size"] = (
-                math.ceil(count / math.ceil(count / self.args.eval_batch_size)) if count else 1
-            )
-            return self._unpinned_loader(dataset, description, **kwargs)
+        if is_training:
+            return self._training_loader(dataset, description, **kwargs)
+        return self._evaluation_loader(dataset, description, **kwargs)
 
+    def _evaluation_loader(self, dataset: Any, description: str, **kwargs: Any) -> DataLoader:
+        """Loader of rows, each once per completion."""
+        if not any(dataset is x for x in self._tokenized):
+            dataset = self._tokenize(
+                dataset, name=f"{'test' if description == 'test' else 'eval'}_dataset"
+            )
+        # without a length, rows that fill up ranks could not be told
+        if isinstance(dataset, IterableDataset):
+            dataset = list(dataset)
+        copies = range(self.args.num_generations_eval or 1)
+        dataset = Subset(dataset, [row for row in range(len(dataset)) for _ in copies])
+        # even batches: the last one is filled on every rank, by rows that do not count
+        count = math.ceil(len(dataset) / self.accelerator.num_processes)
+        kwargs["batch_size"] = (
+            math.ceil(count / math.ceil(count / self.args.eval_batch_size)) if count else 1
+        )
+        return self._unpinned_loader(dataset, description, **kwargs)
+
+    def _training_loader(self, dataset: Any, description: str, **kwargs: Any) -> DataLoader:
+        """Loader of row numbers: a rollout's prompts, repeated for its micro-batches. A training
+        begins with it."""
         if not any(dataset is x for x in self._tokenized):
             raise ValueError(
                 "`train_dataset` was replaced after the trainer was built, which has checked and "
                 "tokenized the first one; build another trainer with the new one."
             )
-
-        def steps() -> tuple[int, int]:
-            step = self.state.global_step
-            last = self.state.max_steps
-            ended = any(
-                x.early_stopping_patience_counter >= x.early_stopping_patience
-                for x in self._early_stops
-            )
-            # a run that was stopped early is not continued
-            return last if step and ended else step, last
-
-        if isinstance(dataset, IterableDataset):
+        is_stream = isinstance(dataset, IterableDataset)
+        if is_stream:
             self._train_rows = StreamedRows(dataset, self.plan.prompts)
-            numbers = range(
-                -(-self.args.max_steps // self.plan.optimizer_steps) * self.plan.prompts
-            )
+            rollouts = math.ceil(self.args.max_steps / self.plan.optimizer_steps)
+            numbers = range(rollouts * self.plan.prompts)
         else:
             self._train_rows = dataset
             numbers = range(len(dataset))
@@ -704,13 +700,24 @@ class PPOTrainer(Trainer):
             self.run_state = self.run_state._replace(
                 played=torch.zeros(2, len(numbers), dtype=torch.float64)
             )
-        shuffles = self.args.shuffle_dataset and not isinstance(dataset, IterableDataset)
+        shuffles = self.args.shuffle_dataset and not is_stream
         self._sampler = sampler = RolloutSampler(
-            len(numbers), self.plan, shuffles, self.args.prompt_seed, steps
+            len(numbers), self.plan, shuffles, self.args.prompt_seed, self._steps_to_go
         )
         kwargs |= {"batch_size": self.plan.completions_per_process, "sampler_fn": lambda _: sampler}
         rows = cast(Dataset, numbers)
         return self._unpinned_loader(rows, description, is_training=True, **kwargs)
+
+    def _steps_to_go(self) -> tuple[int, int]:
+        """The step that training is at, and the last one."""
+        step = self.state.global_step
+        last = self.state.max_steps
+        ended = any(
+            x.early_stopping_patience_counter >= x.early_stopping_patience
+            for x in self._early_stops
+        )
+        # a run that was stopped early is not continued
+        return last if step and ended else step, last
 
     def _unpinned_loader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """The Trainer's loader without pinned memory: batches have no tensors, and without a GPU
