@@ -144,14 +144,10 @@ class Curves:
         rates = self.of("learning_rate").values
         self.warmup = max([critic_warmup, *rates.index[rates.diff() > 0]])
         self.rollouts = max(run.rollouts_after(self.warmup), 0)
-        has_trend = len(self.reward.values) >= FEWEST_TREND
+        is_enough = run.rollouts >= FEWEST_FLAT and len(self.reward.values) >= FEWEST_TREND
         self.rises = self.reward.rises and self.reward.turns is None
-        self.is_long = self.rollouts >= FEWEST_FLAT and has_trend
-        self.falls = (
-            run.rollouts >= FEWEST_FLAT
-            and has_trend
-            and (self.reward.falls or self.reward.turns is not None)
-        )
+        self.is_long = is_enough and self.rollouts >= FEWEST_FLAT
+        self.falls = is_enough and (self.reward.falls or self.reward.turns is not None)
         self.rounding = 1e-6 * max(self.reward.scale, 1.0)  # largest spread of equal rewards
         self.all_equal = self.spread.end <= self.rounding
         self.narrows = self.spread.end <= 0.5 * widest  # there is less and less to learn
