@@ -68,6 +68,35 @@ def settle_trainer_arguments(
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
     args.check_unchanged()
+    _check_processes(args, optimizer, quantization_config)
+    _read_rows_in_this_process(args)
+    check_model_arguments(model, args, quantization_config, peft_config)
+    _check_critic_arguments(args, optimizer, critic_factory)
+    check_reward_arguments(
+        reward_funcs,
+        monitor_funcs,
+        reward_processing_classes or None,
+        args,
+        environments.give_rewards,
+    )
+    _check_sampling(args, environments)
+    _check_prompts_of_roles(args, environments)
+    _check_datasets(args, train_dataset, curriculum)
+    if environments.rollout_func is None:  # it may return columns
+        if environments.has_instances:
+            others = ["environments"]
+        else:
+            others = []
+        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+            check_reward_columns(reward_funcs + monitor_funcs, dataset, name, others)
+
+
+def _check_processes(
+    args: PPOConfig,
+    optimizer: torch.optim.Optimizer | None,
+    quantization_config: BitsAndBytesConfig | None,
+) -> None:
+    """Raise if the processes that were started cannot train together."""
     if args.n_gpu > 1:
         raise ValueError(
             f"One process sees {args.n_gpu} GPUs, which would mean `DataParallel`; start one "
@@ -79,31 +108,44 @@ def settle_trainer_arguments(
             f"{started} processes were started, but the world size is {args.world_size}; set "
             "`use_cpu=True` without GPUs, or start one per GPU (`accelerate launch`)."
         )
-    is_fsdp = uses_fsdp(args)
-    is_deepspeed = args.uses_deepspeed
-    if is_fsdp:
+    if uses_fsdp(args):
         check_fsdp(args, optimizer, quantization_config)
-    if is_deepspeed:
+    if args.uses_deepspeed:
         check_deepspeed(args)
-    if args.fp16 and (is_fsdp or is_deepspeed):
+    if args.fp16 and (uses_fsdp(args) or args.uses_deepspeed):
         raise ValueError("`fp16=True` is not supported with FSDP and DeepSpeed; use `bf16`.")
-    # this process reads the rows; workers would pass on row numbers, and if they persist, a resumed
-    # run would draw other random numbers
+
+
+def _read_rows_in_this_process(args: PPOConfig) -> None:
+    """Turn data workers off: they would pass on row numbers, and if they persist, a resumed run
+    would draw other random numbers."""
     args.dataloader_num_workers = 0
     args.dataloader_persistent_workers = False
     args.dataloader_prefetch_factor = None
     args.dataloader_multiprocessing_context = None
+
+
+def _check_critic_arguments(
+    args: PPOConfig, optimizer: torch.optim.Optimizer | None, critic_factory: Callable | None
+) -> None:
+    """Raise for settings of the critic that arguments of the trainer replace."""
     if optimizer is not None and args.critic_learning_rate is not None:
         raise ValueError(
             "`critic_learning_rate` needs the trainer's own optimizer; remove it, or `optimizers`."
         )
-    check_model_arguments(model, args, quantization_config, peft_config)
-    processing_classes = reward_processing_classes or None
-    check_reward_arguments(
-        reward_funcs, monitor_funcs, processing_classes, args, environments.give_rewards
-    )
+    if critic_factory is not None and (args.critic != "side" or args.critic_init is not None):
+        raise ValueError(
+            "`critic_factory` builds the critic, so `critic` and `critic_init` must have their "
+            f"defaults, got {args.critic!r} and {args.critic_init!r}; remove them, and settings "
+            "that need no critic."
+        )
+
+
+def _check_sampling(args: PPOConfig, environments: Environments) -> None:
+    """Raise if the sampler cannot serve this model, or these episodes."""
     if args.generation_backend == "vllm":
-        if is_fsdp or (is_deepspeed and args.deepspeed_plugin.zero_stage == 3):
+        is_zero3 = args.uses_deepspeed and args.deepspeed_plugin.zero_stage == 3
+        if uses_fsdp(args) or is_zero3:
             raise ValueError(
                 "`generation_backend='vllm'` is not supported with FSDP or ZeRO-3, which shard "
                 "the adapter that vLLM loads; use DDP, or ZeRO-1 or 2."
@@ -117,6 +159,11 @@ def settle_trainer_arguments(
             "`vllm_kwargs['overlap_rollouts']` does not work with tools or environments, whose "
             "answers the trainer waits for; remove it."
         )
+
+
+def _check_prompts_of_roles(args: PPOConfig, environments: Environments) -> None:
+    """Raise if critic or reference would read what no environment or row has; warn of a state that
+    neither reads."""
     with_state = {
         x.type.__name__ for x in environments.kinds.values() if has_privileged_state(x.type)
     }
@@ -133,20 +180,20 @@ def settle_trainer_arguments(
             "`critic_kwargs['prompt']`: it lacks what an environment adds to the prompt; use "
             "'privileged_state' of an environment."
         )
-    if PRIVILEGED_STATE not in args.other_prompts.values():
-        for name in with_state:
-            needed = (
-                "`critic='adapter'` without `critic_kwargs['prompt']`, or "
-                "`reference_prompt='privileged_state'`"
-            )
-            logging.get_logger(__name__).warning(
-                "`privileged_state` of %s needs %s; it is not read.", name, needed
-            )
-    if critic_factory is not None and (args.critic != "side" or args.critic_init is not None):
-        raise ValueError(
-            "`critic_factory` builds the critic, so `critic` and `critic_init` must have their "
-            f"defaults, got {args.critic!r} and {args.critic_init!r}; remove them, and settings "
-            "that need no critic."
+    if PRIVILEGED_STATE in args.other_prompts.values():
+        return
+    for name in with_state:
+        logger.warning(
+            f"`privileged_state` of {name} needs `critic='adapter'` without "
+            "`critic_kwargs['prompt']`, or `reference_prompt='privileged_state'`; it is not read."
+        )
+
+
+def _check_datasets(args: PPOConfig, train_dataset: Any, curriculum: Callable | None) -> None:
+    """Raise for a dict of datasets, and for rows whose scores come too late for a curriculum."""
+    if isinstance(train_dataset, dict):
+        raise TypeError(
+            "`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`."
         )
     if curriculum is not None and (
         isinstance(train_dataset, IterableDataset) or args.vllm_options.overlap_rollouts
@@ -155,17 +202,6 @@ def settle_trainer_arguments(
             "`curriculum` does not work with a stream, or with `overlap_rollouts`, which samples "
             "before the scores are known; pass a `Dataset`, or remove the other."
         )
-    if isinstance(train_dataset, dict):
-        raise TypeError(
-            "`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`."
-        )
-    if environments.rollout_func is None:  # it may return columns
-        if environments.has_instances:
-            others = ["environments"]
-        else:
-            others = []
-        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
-            check_reward_columns(reward_funcs + monitor_funcs, dataset, name, others)
 
 
 def check_callbacks(callbacks: list) -> None:

@@ -61,13 +61,9 @@ from .rewards import (
     ClassifierReward,
     RewardError,
     RewardFunc,
-    build_rewards,
+    load_rewards,
     no_reward,
-    reward_labels,
-    set_reward_levels,
 )
-from .rewards.model import SequenceScorer
-from .rewards.process import ProcessScorer
 from .rewards.scoring import RandomState, Reward, fixed_seed, guarded
 from .tracking.completions import (
     check_trackers,
@@ -219,6 +215,7 @@ class PPOTrainer(Trainer):
         )
         if not (reward_list or environments.give_rewards):
             args = args.without_rewards()
+            reward_list = [no_reward]
         check_trackers(args.report_to)
         if args.process_index == 0:
             warn_of_missing_names()
@@ -259,23 +256,17 @@ class PPOTrainer(Trainer):
         if args.use_liger_kernel:  # for layers only: log-probs are fused already
             without_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
             apply_liger_kernel(actor_critic.policy, (args.liger_kernel_config or {}) | without_loss)
-        of_rewards, of_monitors = reward_labels(args.reward_label, reward_list, monitor_list)
-        reward_list = reward_list or ([] if environments.give_rewards else [no_reward])
-        reward_list += environments.rewards
-        reward_tokenizers += [None] * len(environments.rewards) if reward_tokenizers else []
         with distributed.loading_unsharded():
-            rewards = build_rewards(
-                reward_list, reward_tokenizers, actor_critic, tokenizer, args, of_rewards
+            rewards, monitors = load_rewards(
+                reward_list,
+                monitor_list,
+                environments.rewards,
+                reward_tokenizers,
+                actor_critic,
+                tokenizer,
+                args,
             )
-            set_reward_levels(rewards, args, tokenizer)
-            monitors = build_rewards(monitor_list, None, actor_critic, tokenizer, args, of_monitors)
         add_critic_to_optimizer(optimizer, scheduler, actor_critic)
-        has_reward_model = any(isinstance(x, SequenceScorer | ProcessScorer) for x in rewards)
-        if has_reward_model and not args.uses_reference and args.process_index == 0:
-            logger.warning(
-                "`kl_coef` is 0, and a reward model can be hacked: 0.05 keeps the policy near its "
-                "base."
-            )
         self._inputs = files.fingerprints(
             actor_critic, tokenizer, template_kwargs, rewards, train_dataset, curriculum
         )
@@ -318,7 +309,7 @@ class PPOTrainer(Trainer):
         # 6. Show parts under TRL's names, and add the callbacks.
         self.reward_funcs = [
             x.model if isinstance(x, ClassifierReward) else entry
-            for x, entry in zip(rewards, reward_list)
+            for x, entry in zip(rewards, reward_list + environments.rewards)
         ]
         self.reward_func_names = [reward.name for reward in rewards]
         self.reward_processing_classes = [getattr(reward, "tokenizer", None) for reward in rewards]

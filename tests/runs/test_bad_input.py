@@ -278,7 +278,7 @@ def nothing_is_loaded(monkeypatch):
         pytest.fail("a model was built before the arguments were checked")
 
     monkeypatch.setattr("trl_ppo_ext.trainer.load_actor_critic", refuse)
-    monkeypatch.setattr("trl_ppo_ext.trainer.build_rewards", refuse)
+    monkeypatch.setattr("trl_ppo_ext.trainer.load_rewards", refuse)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from .build import (
     build_rewards,
     check_reward_arguments,
     check_reward_columns,
+    load_rewards,
     no_reward,
     reward_labels,
-    set_reward_levels,
 )
 from .model import ClassifierReward, RewardAdapter, load_classifier
 from .process import ProcessReward

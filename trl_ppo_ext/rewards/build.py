@@ -3,11 +3,13 @@
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, TypeAlias, cast
 
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..config import PPOConfig
 from ..data import REWARD_ARGUMENTS, TOKEN_COLUMNS
@@ -24,6 +26,8 @@ from .model import (
 from .prefixes import RewardLevel
 from .process import ProcessReward, ProcessScorer, is_process_model
 from .scoring import FunctionReward, Reward, function_name
+
+logger = logging.get_logger(__name__)
 
 MODELS = (str, RewardAdapter, ProcessReward, PreTrainedModel, PeftModel)
 RewardFunc: TypeAlias = (
@@ -241,15 +245,68 @@ def set_reward_levels(
         )
 
 
-def build_rewards(
+def load_rewards(
     reward_funcs: Sequence[RewardFunc],
-    processing_classes: Sequence[PreTrainedTokenizerBase | None] | None,
+    monitor_funcs: Sequence[RewardFunc],
+    of_environments: Sequence[Reward],
+    processing_classes: Sequence[PreTrainedTokenizerBase | None],
     actor_critic: ActorCritic,
     tokenizer: PreTrainedTokenizerBase,
     args: PPOConfig,
-    labels: Sequence[int | str | None] | None = None,
+) -> tuple[list[Reward], list[Reward]]:
+    """Load the rewards of a run, those of its environments last, and its monitored ones."""
+    of_rewards, of_monitors = reward_labels(args.reward_label, reward_funcs, monitor_funcs)
+    rewards = build_rewards(
+        [*reward_funcs, *of_environments],
+        processing_classes,
+        actor_critic,
+        tokenizer,
+        args,
+        of_rewards,
+    )
+    set_reward_levels(rewards, args, tokenizer)
+    monitors = build_rewards(monitor_funcs, (), actor_critic, tokenizer, args, of_monitors)
+    has_model = any(isinstance(reward, SequenceScorer | ProcessScorer) for reward in rewards)
+    if has_model and not args.uses_reference and args.process_index == 0:
+        logger.warning(
+            "`kl_coef` is 0, and a reward model can be hacked: 0.05 keeps the policy near its base."
+        )
+    return rewards, monitors
+
+
+def build_rewards(
+    reward_funcs: Sequence[RewardFunc],
+    processing_classes: Sequence[PreTrainedTokenizerBase | None],
+    actor_critic: ActorCritic,
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+    labels: Sequence[int | str | None],
 ) -> list[Reward]:
-    """Turn the rewards that a user passed into [`Reward`]s, and load models and adapters."""
+    """Turn the rewards that a user passed into [`Reward`]s with distinct names, and load models
+    and adapters."""
+    rewards = [
+        _build_reward(entry, own_tokenizer, label, actor_critic, tokenizer, args)
+        # rewards of environments, which come last, have neither
+        for entry, own_tokenizer, label in zip_longest(reward_funcs, processing_classes, labels)
+    ]
+    for index, reward in enumerate(rewards):
+        names = {other.name for other in rewards[:index]}
+        if any(reward is other for other in rewards[:index]):
+            rewards[index] = reward = copy.copy(reward)
+        while reward.name in names:  # metrics need distinct names
+            reward.name = f"{reward.name}_{index}"
+    return rewards
+
+
+def _build_reward(
+    entry: RewardFunc,
+    own_tokenizer: PreTrainedTokenizerBase | None,
+    label: int | str | None,
+    actor_critic: ActorCritic,
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+) -> Reward:
+    """Turn one reward into a [`Reward`], and load its model or adapter."""
     batch_size = args.per_device_reward_batch_size
     trusted = args.trust_remote_code
 
@@ -259,41 +316,20 @@ def build_rewards(
             model_id, actor_critic.dtype, quantize, args.device, trusted, of_tokens
         )
 
-    rewards: list[Reward] = []
-    without = [None] * len(reward_funcs)
-    if labels is None:
-        labels = reward_labels(args.reward_label, reward_funcs, [])[0]
-    # rewards of environments, which come last, have no label
-    for entry, own_tokenizer, label in zip(
-        reward_funcs, processing_classes or without, list(labels) + without
-    ):
-        if isinstance(entry, str):
-            config = reward_config(entry, args)
-            if is_process_model(config):
-                entry = ProcessReward(entry)
-            else:
-                entry = load(entry)
-        if isinstance(entry, PreTrainedModel | PeftModel):
-            if not getattr(entry, "is_quantized", False):
-                entry = entry.to(args.device)
-            rewards.append(ClassifierReward(entry, own_tokenizer, batch_size, label, trusted))
-        elif isinstance(entry, ProcessReward):
-            model = load(entry.model, of_tokens=True)
-            rewards.append(
-                ProcessScorer(entry, model, tokenizer, own_tokenizer, batch_size, label, trusted)
-            )
-        elif isinstance(entry, RewardAdapter):
-            rewards.append(
-                AdapterReward(entry, actor_critic, tokenizer, batch_size, label, own_tokenizer)
-            )
-        elif _is_reward(entry):
-            rewards.append(cast(Reward, entry))
+    if isinstance(entry, str):
+        if is_process_model(reward_config(entry, args)):
+            entry = ProcessReward(entry)
         else:
-            rewards.append(FunctionReward(cast(Callable, entry)))
-    for index, reward in enumerate(rewards):
-        names = {other.name for other in rewards[:index]}
-        if any(reward is other for other in rewards[:index]):
-            rewards[index] = reward = copy.copy(reward)
-        while reward.name in names:  # metrics need distinct names
-            reward.name = f"{reward.name}_{index}"
-    return rewards
+            entry = load(entry)
+    if isinstance(entry, PreTrainedModel | PeftModel):
+        if not getattr(entry, "is_quantized", False):
+            entry = entry.to(args.device)
+        return ClassifierReward(entry, own_tokenizer, batch_size, label, trusted)
+    if isinstance(entry, ProcessReward):
+        model = load(entry.model, of_tokens=True)
+        return ProcessScorer(entry, model, tokenizer, own_tokenizer, batch_size, label, trusted)
+    if isinstance(entry, RewardAdapter):
+        return AdapterReward(entry, actor_critic, tokenizer, batch_size, label, own_tokenizer)
+    if _is_reward(entry):
+        return cast(Reward, entry)
+    return FunctionReward(cast(Callable, entry))

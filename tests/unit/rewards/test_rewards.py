@@ -203,7 +203,7 @@ class Judge:
 
 
 def names(*functions):
-    return [reward.name for reward in build_rewards(functions, None, None, None, settings())]
+    return [reward.name for reward in build_rewards(functions, [], None, None, settings(), [])]
 
 
 def test_rewards_have_distinct_names_of_their_functions():
@@ -370,7 +370,7 @@ def test_classifier_uses_its_own_tokenizer():
     second = llama(classifier=True, seed=1)
     its_own = tokenizer(WORDS[::-1])
     rewards = [first, length_reward, second], [tokenizer(), None, its_own]
-    as_the_policy, _, differently = build_rewards(*rewards, None, tokenizer(), settings())
+    as_the_policy, _, differently = build_rewards(*rewards, None, tokenizer(), settings(), [])
     assert as_the_policy.score(batch(*PAIRS)) == pytest.approx(
         by_hand(first, tokenizer()), abs=1e-5
     )
@@ -422,9 +422,9 @@ def saved(tmp_path_factory):
 
 
 def built(path, **kwargs):
-    (reward,) = build_rewards(
-        [path], None, SimpleNamespace(dtype=torch.float32), tokenizer(), settings(**kwargs)
-    )
+    args = settings(**kwargs)
+    base = SimpleNamespace(dtype=torch.float32)
+    (reward,) = build_rewards([path], [], base, tokenizer(), args, [args.reward_label])
     return reward
 
 
@@ -650,7 +650,9 @@ def test_each_reward_model_has_its_own_label(labeled, names, label, expected):
     args = settings(reward_label=label, reward_quantization="none")
     paths = [labeled[name] for name in names]
     check_reward_arguments(paths, [], None, args)
-    rewards = build_rewards(paths, None, SimpleNamespace(dtype=torch.float32), tokenizer(), args)
+    labels, _ = reward_labels(label, paths, [])
+    base = SimpleNamespace(dtype=torch.float32)
+    rewards = build_rewards(paths, [], base, tokenizer(), args, labels)
     assert [reward.label for reward in rewards] == expected
 
 
