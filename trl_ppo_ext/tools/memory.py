@@ -26,6 +26,7 @@ from transformers import (
 from transformers.training_args import OptimizerNames
 
 from ..arguments import as_list, context_of
+from ..batch_plan import BatchPlan
 from ..config import PPOConfig
 from ..data import prompt_limit
 from ..episodes.static_memory import whole_blocks
@@ -143,109 +144,173 @@ class MemoryEstimate:
     def phases(self) -> DataFrame:
         """Bytes of each part at the peak of each phase (sampling, scoring, updates), from the second
         rollout on."""
-        args = self.args
-        base = self.base
-        width = self.base.width
-        plan = args.plan(self.processes)
-        critic = args.critic
-        response = args.max_completion_length
-        completions = plan.completions_per_process
-        prompt = self.prompt_length
-        length = self.prompt_length + response
-        if args.eval_strategy == "no":
-            batch = completions
-        else:
-            batch = max(completions, args.per_device_eval_batch_size or 0)
-        sampled = min(args.per_device_generation_batch_size or batch, batch)
-        tokens = plan.micro_batch_size * length
-        scored = plan.micro_batch_size * response
-        models = [reward for reward in self.rewards if isinstance(reward, ModelSizes)]
-        reward_adapters = [reward for reward in self.rewards if isinstance(reward, AdapterSizes)]
-
-        # 1. In use all the time
-        adapters = 1 + (critic == "adapter")
-        read = (len(side_layers(base.layers)) + 1) * base.hidden
-        heads = {"none": 0, "side": 2 * SIDE_WIDTH * (read + 2) + SIDE_WIDTH + 1}
-        trained = adapters * self.adapter.parameters + heads.get(critic, base.hidden + 1)
-        resident: dict[str, float] = {
-            "base weights": base.bytes,
-            "reward models": sum(model.bytes for model in models),
-            "reward adapters": 4
-            * sum(reward.parameters + base.hidden for reward in reward_adapters),
-            "policy adapter": 4 * self.adapter.parameters,
-            "critic": 4 * (trained - self.adapter.parameters),
-            "optimizer states": self.optimizer * trained,
-            "autocast copies": 2 * adapters * self.adapter.parameters if width < 4 else 0,
-        }
-
-        # 2. Sampling: prompts, then copies of the logits for one token at a time. Keys and values
-        # are allocated before the first token. On a GPU they stay while the model is trained if
-        # they are small, with the memory of graphs. vLLM has memory of its own.
-        columns = whole_blocks(length, BLOCK if self.on_gpu else BLOCK_ON_CPU)
-        cache: float = 2 * width * base.kv_width * base.layers * sampled * columns
-        prompt_tokens = min(sampled * prompt, max(PROMPT_TOKENS, prompt))
-        logits_of_step = sampled * base.vocabulary * BYTES_PER_LOGIT
-        prefill = {"KV cache": cache, "activations": base.forward(prompt_tokens, width)}
-        last = {"KV cache": cache, "sampling": logits_of_step}
-        copies = 0
-        if args.dequantize_for_generation:
-            copies = width * base.linear
-        between: dict[str, float] = {}  # what stays while the model is trained
-        if self.on_gpu and cache <= KEPT and not copies and args.generation_backend != "vllm":
-            between = {"KV cache": cache, "sampling": logits_of_step}
-        sampling = [{"dequantized base": copies} | between | peak for peak in (prefill, last)]
-
-        # 3. Scoring, one reward at a time; reward adapters compute in float32
-        read_at_once = min(args.per_device_reward_batch_size, batch) * length
-        scoring = [model.forward(read_at_once) for model in models]
-        scoring += [base.forward(read_at_once, 4) for _ in reward_adapters]
-
-        # 4. Projections of a chunk to the vocabulary: product (in float32 the logits), logits,
-        # derivative, reference
-        chunk = min(
-            scored, max(1, CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"] // base.vocabulary)
-        )
-        bytes_per_logit = 8
-        if width < 4:
-            bytes_per_logit += width
-        if args.kl_estimator == "exact":
-            bytes_per_logit += 4
-        logits = chunk * base.vocabulary * bytes_per_logit
-        of_responses = 4 * base.hidden * scored  # states in float32
-        of_critic = 0
-        if critic == "side":  # the states that it reads, at all positions, and its own
-            of_responses += 4 * scored * (read + 4 * SIDE_WIDTH)
-            of_critic = width * (read - base.hidden) * tokens
-
-        # 5. Backward: what the trunk saved for it, and gradients within a layer; DDP has gradients
-        # in buckets too
-        layer = base.saved(self.adapter.ranks, plan.micro_batch_size, length)
-        trunk = base.layers * layer
-        backward = 2 * width * tokens * (base.hidden + base.intermediate)
-        if args.gradient_checkpointing:  # only inputs of layers are saved, and one layer runs again
-            trunk = width * base.hidden * base.layers * tokens
-            backward = backward + layer
-        gradients = 4 * trained * (2 if self.processes > 1 else 1)
-        of_earlier = gradients if plan.gradient_accumulation_steps > 1 else 0  # micro-batches
-
-        moments: dict[str, list[dict[str, float]]] = {
-            "generate": [{}] if args.generation_backend == "vllm" else sampling,
-            "score": [{"activations": peak} for peak in scoring or [0]],
-            "update": [
-                {"activations": trunk + of_critic, "gradients": of_earlier},
-                {"activations": trunk, "logits": logits + of_responses, "gradients": of_earlier},
-                {
-                    "activations": adapters * trunk + backward,
-                    "logits": of_responses,
-                    "gradients": gradients,
-                },
-            ],
-        }
+        moments = {"generate": self._sampling(), "score": self._scoring(), "update": self._update()}
+        everywhere = self._resident() | self._kept
         peaks = {
-            name: resident | between | max(parts, key=lambda x: sum(x.values()))
-            for name, parts in moments.items()
+            name: max((everywhere | parts for parts in of_phase), key=lambda x: sum(x.values()))
+            for name, of_phase in moments.items()
         }
         return DataFrame(peaks).where(lambda table: table > 0).dropna(how="all")
+
+    @cached_property
+    def plan(self) -> BatchPlan:
+        """How a rollout is divided."""
+        return self.args.plan(self.processes)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt with its completion."""
+        return self.prompt_length + self.args.max_completion_length
+
+    @property
+    def batch(self) -> int:
+        """Completions that are sampled and scored together, in training or evaluation."""
+        completions = self.plan.completions_per_process
+        if self.args.eval_strategy == "no":
+            return completions
+        return max(completions, self.args.per_device_eval_batch_size or 0)
+
+    @property
+    def trained_adapters(self) -> int:
+        """That of the policy, and of a critic that has one."""
+        return 1 + (self.args.critic == "adapter")
+
+    @property
+    def read_by_side_critic(self) -> int:
+        """Numbers per token that the side network reads of the base."""
+        return (len(side_layers(self.base.layers)) + 1) * self.base.hidden
+
+    @property
+    def trained(self) -> int:
+        """Trained parameters."""
+        side_network = 2 * SIDE_WIDTH * (self.read_by_side_critic + 2) + SIDE_WIDTH + 1
+        heads = {"none": 0, "side": side_network}
+        head = heads.get(self.args.critic, self.base.hidden + 1)
+        return self.trained_adapters * self.adapter.parameters + head
+
+    def _resident(self) -> dict[str, float]:
+        """In use all the time."""
+        models = [reward for reward in self.rewards if isinstance(reward, ModelSizes)]
+        adapters = [reward for reward in self.rewards if isinstance(reward, AdapterSizes)]
+        with_heads = sum(reward.parameters + self.base.hidden for reward in adapters)
+        copies = 0
+        if self.base.width < 4:
+            copies = 2 * self.trained_adapters * self.adapter.parameters
+        return {
+            "base weights": self.base.bytes,
+            "reward models": sum(model.bytes for model in models),
+            "reward adapters": 4 * with_heads,
+            "policy adapter": 4 * self.adapter.parameters,
+            "critic": 4 * (self.trained - self.adapter.parameters),
+            "optimizer states": self.optimizer * self.trained,
+            "autocast copies": copies,
+        }
+
+    @property
+    def _sampled_at_once(self) -> int:
+        return min(self.args.per_device_generation_batch_size or self.batch, self.batch)
+
+    @property
+    def _sampler_state(self) -> dict[str, float]:
+        """Keys and values, which are allocated before the first token, and copies of the logits for
+        one token at a time."""
+        columns = whole_blocks(self.length, BLOCK if self.on_gpu else BLOCK_ON_CPU)
+        per_token = 2 * self.base.width * self.base.kv_width * self.base.layers
+        return {
+            "KV cache": per_token * self._sampled_at_once * columns,
+            "sampling": self._sampled_at_once * self.base.vocabulary * BYTES_PER_LOGIT,
+        }
+
+    @property
+    def _kept(self) -> dict[str, float]:
+        """What stays on a GPU while the model is trained: a small cache, with the memory of
+        graphs."""
+        state = self._sampler_state
+        is_small = state["KV cache"] <= KEPT and not self.args.dequantize_for_generation
+        if self.on_gpu and is_small and self.args.generation_backend != "vllm":
+            return state
+        return {}
+
+    def _sampling(self) -> list[dict[str, float]]:
+        """Prompts, then one token at a time. vLLM has memory of its own."""
+        if self.args.generation_backend == "vllm":
+            return [{}]
+        copies = 0
+        if self.args.dequantize_for_generation:
+            copies = self.base.width * self.base.linear
+        state = self._sampler_state
+        limit = max(PROMPT_TOKENS, self.prompt_length)
+        tokens = min(self._sampled_at_once * self.prompt_length, limit)
+        of_prompts = self.base.forward(tokens, self.base.width)
+        prompts = {"KV cache": state["KV cache"], "activations": of_prompts}
+        return [{"dequantized base": copies} | part for part in (prompts, state)]
+
+    def _scoring(self) -> list[dict[str, float]]:
+        """One reward at a time; adapters compute in float32."""
+        tokens = min(self.args.per_device_reward_batch_size, self.batch) * self.length
+        forwards = [
+            reward.forward(tokens)
+            if isinstance(reward, ModelSizes)
+            else self.base.forward(tokens, 4)
+            for reward in self.rewards
+        ]
+        return [{"activations": peak} for peak in forwards or [0]]
+
+    def _update(self) -> list[dict[str, float]]:
+        """A micro-batch: its forward, the projections to the vocabulary, and its backward."""
+        base = self.base
+        width = base.width
+        rows = self.plan.micro_batch_size
+        tokens = rows * self.length
+        responses = rows * self.args.max_completion_length
+
+        # 1. what forward saves, and the largest layer of backward
+        layer = base.saved(self.adapter.ranks, rows, self.length)
+        trunk = base.layers * layer
+        backward = 2 * width * tokens * (base.hidden + base.intermediate)
+        if self.args.gradient_checkpointing:  # inputs of layers only, and one layer runs again
+            trunk = width * base.hidden * base.layers * tokens
+            backward += layer
+
+        # 2. states of the responses, in float32, and those that the side critic reads of all tokens
+        states = 4 * base.hidden * responses
+        of_critic = 0
+        if self.args.critic == "side":
+            read = self.read_by_side_critic
+            states += 4 * responses * (read + 4 * SIDE_WIDTH)
+            of_critic = width * (read - base.hidden) * tokens
+
+        # 3. gradients, which DDP has in buckets too
+        gradients = 4 * self.trained * (2 if self.processes > 1 else 1)
+        of_earlier = 0  # micro-batches
+        if self.plan.gradient_accumulation_steps > 1:
+            of_earlier = gradients
+
+        return [
+            {"activations": trunk + of_critic, "gradients": of_earlier},
+            {
+                "activations": trunk,
+                "logits": self._logits(responses) + states,
+                "gradients": of_earlier,
+            },
+            {
+                "activations": self.trained_adapters * trunk + backward,
+                "logits": states,
+                "gradients": gradients,
+            },
+        ]
+
+    def _logits(self, responses: int) -> int:
+        """Projections of a chunk to the vocabulary: product (in float32 the logits), logits,
+        derivative, reference."""
+        limit = CHUNK_LOGITS["cuda" if self.on_gpu else "cpu"]
+        chunk = min(responses, max(1, limit // self.base.vocabulary))
+        bytes_per_logit = 8
+        if self.base.width < 4:
+            bytes_per_logit += self.base.width
+        if self.args.kl_estimator == "exact":
+            bytes_per_logit += 4
+        return chunk * self.base.vocabulary * bytes_per_logit
 
     @property
     def peak(self) -> float:
