@@ -3,7 +3,8 @@
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,10 +59,6 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     Raises:
         `ValueError`: If there are several processes, or too few scores.
     """
-    gamma = trainer.args.gamma
-    size = trainer.plan.num_generations
-    if size == 1:
-        size = GENERATIONS
     if (
         trainer.accelerator.num_processes > 1
         or trainer.is_deepspeed_enabled
@@ -71,84 +68,139 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
             "`trl-ppo probe` needs one process without DeepSpeed and FSDP; start it without a "
             "launcher."
         )
-
-    # 1. Sample. Without discount, Monte Carlo returns are the rewards of the tokens.
-    changes = {
-        "gamma": 0.0,
-        "advantage_estimator": "rebn",
-        "whiten_advantages": False,
-        "advantage_level": "token",
-    }
-    changes["top_entropy_quantile"] = 1.0
-    rollouts, sampled = zip(*held_out_rollouts(trainer, completions, size, **changes))
-    rows = sum(map(len, rollouts)) // size * size  # of complete groups
-    mask = _stack([x.response_mask for x in rollouts])[:rows]
-    rewards = _stack(
-        [cast(Tensor, x.advantages if x.returns is None else x.returns) for x in sampled]
-    )[:rows]
-    _, returns = ppo_math.gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
-    counts = mask.any(1)
-    if counts.sum() < FOLDS:
-        raise ValueError(
-            f"Only {int(counts.sum())} of {rows} completions have a score and tokens to learn "
-            "from; check the rewards and `mask_truncated_completions`."
-        )
-
-    # 2. Predict each return from other completions: their mean, and a regression on the states of
-    # other prompts.
-    sums = (returns.double() * mask).sum(1)
-    tokens = mask.sum(1)
-    mean_of_others = (sums.sum() - sums) / (tokens.sum() - tokens)
-    prompts = [tuple(x.prompt_ids) for samples in sampled for x in samples.batch.episodes]
-    counted = dict.fromkeys(prompts[row] for row in counts.nonzero()[:, 0])
-    numbers = {prompt: number for number, prompt in enumerate(counted)}
-    blocks = torch.tensor([numbers.get(prompt, 0) for prompt in prompts])  # that share a fold
-    if len(numbers) < FOLDS:  # training would see every one of them, too
-        blocks = counts.cumsum(0)
-    row = mask.nonzero()[:, 0]
-    flat = returns[mask]
-    states = torch.cat([read_states(trainer, rollout) for rollout in rollouts])[: len(row)]
-    values = ridge_values(states, flat, blocks[row] % FOLDS)
-
-    # 3. Compare gradients.
-    totals = rewards.sum(1)
-    value_table = torch.zeros_like(rewards).masked_scatter(mask, values)
-    tables = {
-        f"lam={lam:g}": ppo_math.gae(rewards, value_table, mask, gamma, lam)[0] for lam in LAMBDAS
-    }
-    tables |= {
-        "rebn": (returns - mean_of_others[:, None]).float() * mask,
-        "rloo": ppo_math.rloo_advantages(totals, counts, size)[:, None] * mask,
-        "grpo": ppo_math.grpo_advantages(totals, counts, size)[:, None] * mask,
-    }
-    gradients = gradient_sketches(trainer, rollouts, tables)[counts]
+    task = _sampled_task(trainer, completions)
+    values = task.predicted(trainer)
+    tables = task.advantages(values)
+    gradients = gradient_sketches(trainer, task.rollouts, tables)[task.counts]
+    blocks = task.blocks[task.counts]
     exact = list(tables).index("lam=1")
-    found = dict(
-        zip(tables, agreements(gradients, blocks[counts], exact, trainer.plan.completions))
-    )
-
-    # 4. Conclude.
-    scores = torch.cat([samples.scored.totals for samples in sampled])[:rows]
-    usable = torch.cat([samples.scored.usable for samples in sampled])[:rows]
-    equal = (ppo_math.dr_grpo_advantages(scores, usable, size) == 0).view(-1, size).all(1)
-    without_signal = float(equal[usable.view(-1, size).any(1)].float().mean())
+    found = dict(zip(tables, agreements(gradients, blocks, exact, trainer.plan.completions)))
+    without_signal = task.groups_without_signal()
+    flat = task.returns[task.mask]
     result = {
-        "completions": int(counts.sum()),
-        "prompts": len(numbers),
-        "num_generations": size,
+        "completions": int(task.counts.sum()),
+        "prompts": task.prompts,
+        "num_generations": task.size,
         "rollout": trainer.plan.completions,
         "explained_variance": float(
             ppo_math.explained_variance(values, flat, torch.ones_like(flat))
         ),
         "agreement": {name: interval(x) for name, x in found.items()},
         "groups_without_signal": without_signal,
-        "foreseen": foreseen_by_prefixes(sampled),
+        "foreseen": foreseen_by_prefixes(task.samples),
         "verdict": verdict(found, without_signal),
     }
     path = Path(str(trainer.args.output_dir), "probe.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return result
+
+
+@dataclass(frozen=True)
+class Task:
+    """Completions of a task that nothing learns from, in whole groups of `size` per prompt."""
+
+    rollouts: tuple[Rollout, ...]
+    samples: tuple[Samples, ...]
+    size: int
+    mask: Tensor  # of the tokens that count, [completions, tokens]
+    rewards: Tensor
+    returns: Tensor  # Monte Carlo
+    gamma: float
+
+    @property
+    def counts(self) -> Tensor:
+        """Whether a completion has tokens that count."""
+        return self.mask.any(1)
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[int, ...], int]:
+        """Prompts with completions that count."""
+        counted = dict.fromkeys(self._prompts[row] for row in self.counts.nonzero()[:, 0])
+        return {prompt: number for number, prompt in enumerate(counted)}
+
+    @cached_property
+    def _prompts(self) -> list[tuple[int, ...]]:
+        every = [tuple(x.prompt_ids) for part in self.samples for x in part.batch.episodes]
+        return every[: len(self.mask)]
+
+    @property
+    def prompts(self) -> int:
+        """Different prompts."""
+        return len(self._numbers)
+
+    @property
+    def blocks(self) -> Tensor:
+        """Number of the block of each completion: those of a prompt share one, unless prompts are
+        so few that training would see every one of them, too."""
+        if self.prompts < FOLDS:
+            return self.counts.cumsum(0)
+        return torch.tensor([self._numbers.get(prompt, 0) for prompt in self._prompts])
+
+    def predicted(self, trainer: PPOTrainer) -> Tensor:
+        """Predict each return by a regression on the policy's states, fitted to other prompts."""
+        row = self.mask.nonzero()[:, 0]
+        states = torch.cat([read_states(trainer, rollout) for rollout in self.rollouts])
+        return ridge_values(states[: len(row)], self.returns[self.mask], self.blocks[row] % FOLDS)
+
+    def advantages(self, values: Tensor) -> dict[str, Tensor]:
+        """Advantages to compare: by GAE of these values, and without a critic."""
+        mask = self.mask
+        table = torch.zeros_like(self.rewards).masked_scatter(mask, values)
+        with_critic = {
+            f"lam={lam:g}": ppo_math.gae(self.rewards, table, mask, self.gamma, lam)[0]
+            for lam in LAMBDAS
+        }
+        sums = (self.returns.double() * mask).sum(1)
+        tokens = mask.sum(1)
+        mean_of_others = (sums.sum() - sums) / (tokens.sum() - tokens)
+        totals = self.rewards.sum(1)
+        rloo = ppo_math.rloo_advantages(totals, self.counts, self.size)
+        grpo = ppo_math.grpo_advantages(totals, self.counts, self.size)
+        return with_critic | {
+            "rebn": (self.returns - mean_of_others[:, None]).float() * mask,
+            "rloo": rloo[:, None] * mask,
+            "grpo": grpo[:, None] * mask,
+        }
+
+    def groups_without_signal(self) -> float:
+        """Share of the prompts whose scores are all equal."""
+        rows = len(self.mask)
+        scores = torch.cat([part.scored.totals for part in self.samples])[:rows]
+        usable = torch.cat([part.scored.usable for part in self.samples])[:rows]
+        distances = ppo_math.dr_grpo_advantages(scores, usable, self.size)
+        equal = (distances == 0).view(-1, self.size).all(1)
+        return float(equal[usable.view(-1, self.size).any(1)].float().mean())
+
+
+def _sampled_task(trainer: PPOTrainer, completions: int) -> Task:
+    """Sample completions; without discount, their Monte Carlo returns are the rewards of the
+    tokens."""
+    size = trainer.plan.num_generations
+    if size == 1:
+        size = GENERATIONS
+    changes = {
+        "gamma": 0.0,
+        "advantage_estimator": "rebn",
+        "whiten_advantages": False,
+        "advantage_level": "token",
+        "top_entropy_quantile": 1.0,
+    }
+    rollouts, samples = zip(*held_out_rollouts(trainer, completions, size, **changes))
+    rows = sum(map(len, rollouts)) // size * size  # of complete groups
+    mask = _stack([x.response_mask for x in rollouts])[:rows]
+    counted = int(mask.any(1).sum())
+    if counted < FOLDS:
+        raise ValueError(
+            f"Only {counted} of {rows} completions have a score and tokens to learn from; check "
+            "the rewards and `mask_truncated_completions`."
+        )
+    rewards = _stack(
+        [cast(Tensor, x.advantages if x.returns is None else x.returns) for x in samples]
+    )[:rows]
+    gamma = trainer.args.gamma
+    _, returns = ppo_math.gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
+    return Task(rollouts, samples, size, mask, rewards, returns, gamma)
 
 
 def foreseen_by_prefixes(sampled: Sequence[Samples]) -> dict[str, float]:

@@ -212,6 +212,11 @@ def test_advantages_follow_their_definitions(tmp_path, monkeypatch, critic):
     assert set(fold_of.values()) == set(range(4))
 
 
+def test_completions_beyond_the_last_whole_group_are_left_out(tmp_path):
+    run = task(tmp_path, of_each_token, per_device_train_batch_size=12)
+    assert probe(run, completions=50)["completions"] == 56  # of 60
+
+
 @pytest.mark.parametrize("signal", [0.0, 1.0])
 def test_ridge_is_the_closed_form_with_the_least_error(signal):
     """Here as least squares on data with rows added for the penalty."""
