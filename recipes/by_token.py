@@ -18,9 +18,8 @@ def by_token(score: Callable[..., list[float]], tokenizer) -> Callable[..., list
     def changes(completions: list, completion_ids: list[list[int]], **kwargs) -> list[list[float]]:
         rewards = []
         for place, (completion, ids) in enumerate(zip(completions, completion_ids)):
-            texts: list = tokenizer.batch_decode(
-                [ids[:end] for end in range(len(ids) + 1)], skip_special_tokens=True
-            )
+            prefixes = [ids[:end] for end in range(len(ids) + 1)]
+            texts: list = tokenizer.batch_decode(prefixes, skip_special_tokens=True)
             if not isinstance(completion, str):
                 if len(completion) != 1:
                     raise ValueError(
@@ -34,7 +33,7 @@ def by_token(score: Callable[..., list[float]], tokenizer) -> Callable[..., list
                 else x
                 for name, x in kwargs.items()
             }
-            scores = score(completions=texts, **arguments)
+            scores = score(completions=texts, completion_ids=prefixes, **arguments)
             rewards.append([after - before for before, after in pairwise(scores)])
         return rewards
 

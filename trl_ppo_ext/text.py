@@ -104,7 +104,7 @@ def delimiter_in(
     pattern = _delimiters(tokenizer, len(tokenizer), str(template or tokenizer.chat_template or ""))
     for message in messages:
         match = pattern.search(str(message.get("content") or ""))
-        if match is not None and message["role"] != "tool":
+        if match is not None and message.get("role") != "tool":
             return match[0]
     return None
 

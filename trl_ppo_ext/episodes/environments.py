@@ -171,8 +171,14 @@ class ToolEnvironment:
             failed = True
         name = encodable(call.get("function", call).get("name", "unknown"))
         # the policy would read the reward, and nothing would learn from it
-        if name == "step" and name in self.with_state and _is_transition(result):
-            raise self._seed_error()
+        if name in self.with_state and _is_transition(result):
+            if name == "step":
+                raise self._seed_error()
+            raise TypeError(
+                f"The tool `{name}` of the environment `{type(self.instance).__name__}` returned "
+                "(observation, reward, done), which would be read as text; return "
+                "`StepResult(observation, reward, done)`."
+            )
         message = {"role": "tool", "name": name, "content": encodable(text)}
         reward = None
         done = False

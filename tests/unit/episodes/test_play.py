@@ -605,6 +605,25 @@ def test_transition_that_a_tool_returns_fails_its_episode(result, is_transition)
         assert (episode.messages + episode.unread)[1]["content"] == str(result)
 
 
+def test_reward_that_another_tool_returns_is_not_lost():
+    class Door(Seedless):
+        def open(self, door: str):
+            """
+            Open a door.
+
+            Args:
+                door: Which one.
+            """
+            return "it opens", 1.0, True
+
+    rows = rows_of("alpha")
+    turns = {"alpha": [call("open", door="left"), "bye"]}
+    [episode] = played(player_of(turns, rows, factory=Door), rows)
+    message = r"`open` of the environment `Door` returned .*; return `StepResult\("
+    with pytest.raises(TypeError, match=message):
+        raise episode.error
+
+
 @pytest.mark.parametrize(("limit", "turns"), [(2, 2), (1, 1), (0, 1)])
 def test_iteration_limit_cuts_a_plain_episode_after_its_step(limit, turns):
     rows = rows_of("alpha")
