@@ -129,7 +129,8 @@ class ToolEnvironment:
         return None if self.instance is None else await called(self.instance.reset, **row)
 
     async def respond(self, message: dict[str, Any], place: Any) -> Answer:
-        """Call the tools of a message, in its order; coroutines run together."""
+        """Call the tools of a message in its order, up to one that ends the episode; coroutines
+        run together."""
         calls = message.get("tool_calls")
         if not calls:
             return Answer()
@@ -141,9 +142,12 @@ class ToolEnvironment:
                 f"call {number}", partial(self._called, call, tool), name in self.with_state
             )
             started.append(asyncio.ensure_future(answer))
-            if not inspect.iscoroutinefunction(tool):  # one may need what another has done
-                await started[-1]
+            # one may need what another has done
+            if not inspect.iscoroutinefunction(tool) and (await started[-1]).done:
+                break
         answers = await asyncio.gather(*started)
+        ends = next((place for place, answer in enumerate(answers, 1) if answer.done), None)
+        answers = answers[:ends]
         rewards = [answer.reward for answer in answers if answer.reward is not None]
         return Answer(
             [message for answer in answers for message in answer.messages],
