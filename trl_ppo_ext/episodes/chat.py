@@ -184,18 +184,21 @@ class ChatFormat:
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
             return None
 
-    def parsed(self, turn: list[int], prefix: list[int], schemas: list[dict]) -> dict[str, Any]:
-        """The policy's turn as a message, with its tool calls; a malformed one is text."""
+    def parsed(
+        self, turn: list[int], prefix: list[int], schemas: list[dict]
+    ) -> tuple[dict[str, Any], bool]:
+        """The policy's turn as a message with its tool calls, and whether one of them is malformed,
+        which makes all of it text."""
         if schemas:
             message = self._read(turn, prefix, schemas)
         else:
             message = None
         if message is None:
             text = self.tokenizer.decode(turn, skip_special_tokens=True)
-            return {"role": "assistant", "content": text}
+            return {"role": "assistant", "content": text}, bool(schemas and text)
         if not self.special_ids.intersection(turn[-1:]):
-            return message
+            return message, False
         # the parser keeps the token that ended the turn, and some models stop at several
         end = self.tokenizer.decode(turn[-1:])
         texts = {name: x.removesuffix(end) for name, x in message.items() if isinstance(x, str)}
-        return message | texts
+        return message | texts, False

@@ -195,7 +195,10 @@ class EnvironmentPlayer(Player):
             room = self.limit - len(episode.completion_ids)
             sampled = await sampler.sample(episode.place.row, episode.turns, episode.ids, room)
             turn = sampled.ids[:room]
-            episode.messages.append(self.chat.parsed(turn, episode.ids, episode.kind.schemas))
+            message, is_malformed = self.chat.parsed(turn, episode.ids, episode.kind.schemas)
+            episode.messages.append(message)
+            if is_malformed:
+                episode.failed_calls.append(True)
             episode.add(turn, True, sampled.logprobs)
             episode.place = episode.place.after(episode.ids)
             self._note_ending(episode, turn)

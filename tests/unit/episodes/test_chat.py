@@ -61,7 +61,7 @@ def test_turns_add_up_to_the_rendered_conversation(template):
     assert chat.tokenizer.decode(ids) == chat.tokenizer.decode(
         render([*QUESTION, CALLING, *RESULT], True)
     )
-    message = chat.parsed(turn, prompt, [SCHEMA])
+    message, _ = chat.parsed(turn, prompt, [SCHEMA])
     assert message["tool_calls"] == [CALL]
 
 
@@ -81,7 +81,7 @@ def test_plain_environment_observation_is_a_user_message(template):
     assert text.endswith(
         "north<|im_end|>\n<|im_start|>user\na wall<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert chat.parsed(turn, prompt, []) == {"role": "assistant", "content": "north"}
+    assert chat.parsed(turn, prompt, []) == ({"role": "assistant", "content": "north"}, False)
 
 
 def test_template_may_add_text_after_the_last_turn():
@@ -385,10 +385,9 @@ def test_calls_that_the_parser_does_not_read_are_refused():
 def test_turn_without_a_valid_call_is_text(turn):
     chat, render = opened()
     ids = chat.tokenizer(turn + "<|im_end|>")["input_ids"]
-    assert chat.parsed(ids, render(QUESTION, True), [SCHEMA]) == {
-        "role": "assistant",
-        "content": turn,
-    }
+    message, is_malformed = chat.parsed(ids, render(QUESTION, True), [SCHEMA])
+    assert message == {"role": "assistant", "content": turn}
+    assert is_malformed == ("<tool_call>" in turn)
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>", ""])
@@ -399,7 +398,7 @@ def test_token_that_ends_a_turn_is_no_text_of_it(template, part, end):
     """Models stop at several: <|endoftext|> is in the generation configs of Qwen, too."""
     chat, render = opened(template)
     ids = chat.tokenizer(f"It is 4.{end}")["input_ids"]
-    message = chat.parsed(ids, render(QUESTION, True), [SCHEMA])
+    message, _ = chat.parsed(ids, render(QUESTION, True), [SCHEMA])
     assert message[part] == "It is 4."
     assert set(message) <= {"role", "content", "reasoning_content"}
 

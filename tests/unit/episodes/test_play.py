@@ -294,6 +294,41 @@ def test_reward_of_a_tool_enters_at_the_turn_that_called_it():
     ]
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_nothing_is_paid_after_the_call_that_ends_an_episode(is_async):
+    called = []
+
+    def play(move: int) -> str:
+        """
+        Play.
+
+        Args:
+            move: A move.
+        """
+        called.append(move)
+        return StepResult(f"moved {move}", reward=1.0, done=move == 2)
+
+    @wraps(play)
+    async def play_together(move: int) -> str:
+        return play(move)
+
+    rows = rows_of("alpha")
+    tool = play_together if is_async else play
+    turns = {"alpha": ["\n".join(call("play", move=x) for x in (1, 2, 3))]}
+    [episode] = played(player_of(turns, rows, tools=[tool]), rows)
+    assert [reward for _, reward in episode.rewards] == [2.0] and episode.ending == "stopped"
+    assert called == ([1, 2, 3] if is_async else [1, 2])
+
+
+def test_turn_with_a_malformed_call_counts_as_a_failed_one():
+    rows = rows_of("alpha")
+    broken = "<tool_call>\n{'name': 'add'}\n</tool_call>"
+    [episode] = played(player_of({"alpha": [broken]}, rows, tools=[add]), rows)
+    assert episode.failed_calls == [True] and episode.turns == 1
+    [episode] = played(player_of({"alpha": ["no call"]}, rows, tools=[add]), rows)
+    assert episode.failed_calls == []
+
+
 # ---- environments with TRL's interface ----
 
 
@@ -881,7 +916,8 @@ def test_call_that_no_parser_reads_is_text(argument):
     [episode] = played(
         player_of({"alpha": [turn]}, rows, tools=[slowly], max_completion_length=9000), rows
     )
-    assert episode.messages == [{"role": "assistant", "content": turn}] and not episode.failed_calls
+    assert episode.messages == [{"role": "assistant", "content": turn}]
+    assert episode.failed_calls == [True]
 
 
 def test_random_numbers_of_environments_are_their_own():
