@@ -18,7 +18,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from bitsandbytes.nn import Linear4bit
 from datasets import Dataset
 from http_rewards import serving
-from scripted import call, player_of
+from scripted import call, player_of, rows_of
 from tiny import CHAT_TEMPLATE, WORDS, byte_tokenizer, tokenizer
 from transformers import (
     DistilBertConfig,
@@ -316,6 +316,11 @@ def test_gsm8k_rewards_parse_answers(monkeypatch):
         None,
         3.0,
     ]
+    same = ("#### **18**", "#### `18`", "#### $18.00.", "#### 18 eggs", "#### 18 - that is all")
+    assert {number(text) for text in same} == {18.0}
+    assert {number(text) for text in ("#### -$5", "#### $-5", "#### \u22125")} == {-5.0}
+    more = ("#### 12 - 5 = 7", "#### 1/2", "#### 3:00", "#### 1e3", "#### 2 * 3", "#### $")
+    assert {number(text) for text in more} == {None}
     said = [
         [{"role": "assistant", "content": text}] for text in ("so #### 4", "so 4", "so #### 5", "")
     ]
@@ -343,6 +348,7 @@ def test_calculator_evaluates_arithmetic_and_nothing_else(monkeypatch):
         "123456 * 1000": "123456000",
     }
     assert {text: calculate(text) for text in expressions} == expressions
+    assert calculate(12) == "12"  # JSON of the policy may have a number
     for text in (
         "__import__('os').getcwd()",
         "2 ** 9",
@@ -414,6 +420,26 @@ def test_search_ranks_passages_and_rewards_turns(monkeypatch):
         "content"
     ] == PASSAGES[0]
     assert [reward for _, reward in chad.rewards] == [0.0, 0.0] and peru.turns == 3
+
+
+def test_search_pays_one_answer_and_ends_after_the_last_search(monkeypatch):
+    import search
+
+    monkeypatch.setattr(search, "index", lambda: search.BM25(PASSAGES))
+    find = call("search", query="Peru")
+    guesses = [call("answer", text=text) for text in ("Chad", "Lima")]
+    turns = {
+        "guess": ["\n".join(guesses)],
+        "late": [find] * search.SEARCHES + guesses[1:],
+        "search on": [find] * (search.SEARCHES + 1) + guesses[1:],
+        "year": [call("answer", text=1990)],
+        "letter": [call("answer", text="")],
+    }
+    texts = ["Lima", "Lima", "Lima", "1990", "A"]
+    rows = rows_of(*turns, answers=[{"text": [text]} for text in texts])
+    episodes = player_of(turns, rows, factory=search.Search).play(rows, [7] * len(rows))
+    totals = [sum(reward for _, reward in episode.rewards) for episode in episodes]
+    assert totals == pytest.approx([0.0, 1.2, 0.2, 1.0, 0.0])
 
 
 @pytest.fixture

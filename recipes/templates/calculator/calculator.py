@@ -17,7 +17,8 @@ OPERATORS = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
+# also in Markdown or with a dollar, but not the begin of 12 - 5 = 7, 1/2, 3:00 or 1e3
+_ANSWER = re.compile(r"####[\s*`$]*(-?)[\s$]*((?>[\d,]*\.?\d+))(?!\s*[-+*/:=^×÷]\s*\d|[eE]\d)")
 
 
 def calculate(expression: str) -> str:
@@ -27,6 +28,7 @@ def calculate(expression: str) -> str:
     Args:
         expression: An expression, such as (3 + 4) * 2.5
     """
+    expression = str(expression)  # the policy may have written a number
     if len(expression) > LONGEST:
         raise ValueError(f"at most {LONGEST} characters, got {len(expression)}")
     # the policy wrote it, so nothing of it is executed: the tree has numbers and operators only
@@ -50,9 +52,10 @@ def to_prompt(row: dict) -> dict[str, list[dict[str, str]]]:
 
 def number(text: str) -> float | None:
     """Return the number after the last ####, or None."""
-    matches = _ANSWER.findall(text)
+    matches = _ANSWER.findall(text.replace("\N{MINUS SIGN}", "-"))
     if matches:
-        return float(matches[-1].replace(",", ""))
+        sign, digits = matches[-1]
+        return float(sign + digits.replace(",", ""))
     return None
 
 

@@ -3,7 +3,8 @@
 import re
 
 INSTRUCTION = "Think step by step. End with only the answer, as a number, after ####."
-_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
+# also in Markdown or with a dollar, but not the begin of 12 - 5 = 7, 1/2, 3:00 or 1e3
+_ANSWER = re.compile(r"####[\s*`$]*(-?)[\s$]*((?>[\d,]*\.?\d+))(?!\s*[-+*/:=^×÷]\s*\d|[eE]\d)")
 
 
 def to_prompt(row: dict) -> dict[str, list[dict[str, str]]]:
@@ -13,9 +14,10 @@ def to_prompt(row: dict) -> dict[str, list[dict[str, str]]]:
 
 def number(text: str) -> float | None:
     """Return the number after the last ####, or None."""
-    matches = _ANSWER.findall(text)
+    matches = _ANSWER.findall(text.replace("\N{MINUS SIGN}", "-"))
     if matches:
-        return float(matches[-1].replace(",", ""))
+        sign, digits = matches[-1]
+        return float(sign + digits.replace(",", ""))
     return None
 
 

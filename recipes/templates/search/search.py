@@ -13,6 +13,7 @@ CORPUS = "rajpurkar/squad"  # or the directory of a dataset with a column `conte
 # passages per search, and characters of each
 PASSAGES = 2
 LONGEST = 1000
+SEARCHES = 4
 INSTRUCTION = (
     "Search for passages until you know the answer. Then give it, in as few words as possible."
 )
@@ -25,8 +26,9 @@ def to_prompt(row: dict) -> dict[str, list[dict[str, str]]]:
 
 
 def words(text: str) -> list[str]:
-    """Return words in lower case, without punctuation and articles."""
-    return [word for word in re.findall(r"\w+", text.lower()) if word not in _ARTICLES]
+    """Return words in lower case, without punctuation and articles, unless there are no others."""
+    every = re.findall(r"\w+", text.lower())
+    return [word for word in every if word not in _ARTICLES] or every
 
 
 class BM25:
@@ -74,6 +76,7 @@ class Search:
     def reset(self, answers: dict, **row) -> None:
         self.answers = [words(text) for text in answers["text"]]
         self.found = False
+        self.searches = 0
 
     def search(self, query: str) -> str:
         """
@@ -82,7 +85,11 @@ class Search:
         Args:
             query: A few words that the passage has.
         """
-        passages = [passage[:LONGEST] for passage in self.index.top(query, PASSAGES)]
+        self.searches += 1
+        if self.searches > SEARCHES:
+            return StepResult("There are no more searches.", done=True)
+        # the policy may have written a number
+        passages = [passage[:LONGEST] for passage in self.index.top(str(query), PASSAGES)]
         text = "\n\n".join(passages) or "No passage has any of these words."
         has_answer = any(
             f" {' '.join(answer)} " in f" {' '.join(words(text))} " for answer in self.answers
@@ -98,7 +105,8 @@ class Search:
         Args:
             text: The answer, in as few words as possible.
         """
-        return StepResult("", reward=float(words(text) in self.answers), done=True)
+        given = words(str(text))
+        return StepResult("", reward=float(bool(given) and given in self.answers), done=True)
 
     def get_reward(self) -> float:
         """Nothing at the end: the tools give rewards."""
