@@ -166,7 +166,13 @@ def encode_pairs(
                 )
                 remedy = "rename columns, and drop the prompt if the others are whole conversations"
                 raise ValueError(f"Pair {index} has {shortened(row)}; {needed}: {remedy}.")
-        pair: list[Any] = [(prompt or empty) + chosen, (prompt or empty) + rejected]
+        start = prompt or empty
+        if start and all(answer[: len(start)] == start for answer in (chosen, rejected)):
+            raise ValueError(
+                f"Pair {index} has {shortened(row)}; both answers begin with the prompt, which "
+                "would be read twice: drop the prompt if the others are whole conversations."
+            )
+        pair: list[Any] = [start + chosen, start + rejected]
         if is_text:
             # the scorer adds it, as RewardTrainer does
             pair = [text.removesuffix(end) for text in pair]

@@ -4,18 +4,25 @@ PTXTrainer(..., ptx_dataset=dataset, ptx_coef=27.8)
 
 The loss is that of PPO plus `ptx_coef` times the negative log-likelihood of the rows per token, at
 temperature 1 (https://huggingface.co/papers/2203.02155). Every optimizer step takes as many rows as
-completions.
+completions. Those of a step that the policy does not take are lost: with `target_kl`, which the
+supervised loss may reach by itself, and in a warm-up of the critic. Set `target_kl=None`.
+
+Chats are rendered as prompts of the run are, with `chat_template_kwargs` of the config and the row.
+A template of a reasoning model may put an empty block of thoughts before an answer without any,
+which is then learned, too.
 """
 
 import torch
 from datasets import Dataset
 
 from trl_ppo_ext import PPOTrainer
-from trl_ppo_ext.data import encode
+from trl_ppo_ext.data import encode, row_template_kwargs
 from trl_ppo_ext.sequences import Sequences
 
 
-def tokenize(row: dict, tokenizer, max_length: int) -> dict[str, list[int]]:
+def tokenize(
+    row: dict, tokenizer, max_length: int, template_kwargs: dict | None = None
+) -> dict[str, list[int]]:
     """Split a row into given and learned tokens: learned are its `"completion"`, `"text"` or
     `"messages"`."""
     # 1. Tokens of the row. A chat template ends its own chats; text gets an EOS.
@@ -23,14 +30,15 @@ def tokenize(row: dict, tokenizer, max_length: int) -> dict[str, list[int]]:
         whole = row["prompt"] + row["completion"]
     else:
         whole = row.get("text") or row["messages"]
-    ids = encode(whole, tokenizer, {}, opening=False)
+    kwargs = row_template_kwargs(row, template_kwargs)
+    ids = encode(whole, tokenizer, kwargs, opening=False)
     eos = tokenizer.eos_token_id
     if isinstance(whole, str) and ids[-1:] != [eos]:
         ids = [*ids, eos]
     # 2. Learned tokens begin where the prompt ends or, if tokens merge there, where they differ
     # from the prompt's. The first token is never learned, because nothing predicts it.
     if "prompt" in row:
-        prompt = encode(row["prompt"], tokenizer, {})
+        prompt = encode(row["prompt"], tokenizer, kwargs)
     else:
         prompt = []
     shared = next(
@@ -54,7 +62,11 @@ class PTXTrainer(PPOTrainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        settings = {"tokenizer": self.processing_class, "max_length": ptx_max_length}
+        settings = {
+            "tokenizer": self.processing_class,
+            "max_length": ptx_max_length,
+            "template_kwargs": self.args.chat_template_kwargs,
+        }
         self.ptx_rows = ptx_dataset.map(
             tokenize, fn_kwargs=settings, remove_columns=ptx_dataset.column_names
         )

@@ -318,11 +318,15 @@ def test_conversations_are_scored_in_the_chat_template(model):
             r"Pair 0 has .*drop the prompt if the others are whole conversations",
         ),
         (
+            [{"prompt": "w1", "chosen": "w1 w2", "rejected": "w1 w3"}],
+            r"Pair 0 has .*both answers begin with the prompt",
+        ),
+        (
             [{"chosen": words(0, 70), "rejected": "w1"}],
             "None of the 1 pairs fits in the model's context of 64 tokens",
         ),
     ],
-    ids=["columns", "one missing", "mixed", "too long"],
+    ids=["columns", "one missing", "mixed", "twice", "too long"],
 )
 def test_invalid_rows_are_refused(model, rows, message):
     with pytest.raises(ValueError, match=message):

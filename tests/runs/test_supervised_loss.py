@@ -7,12 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
+from tiny import (
+    CHAT_TEMPLATE,
+    WORDS,
+    byte_tokenizer,
+    config,
+    length_reward,
+    llama,
+    prompts,
+    tokenizer,
+)
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from trl_ppo_ext import PPOTrainer
 from trl_ppo_ext.batch_plan import BatchPlan
+from trl_ppo_ext.data import encode
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 from supervised_loss import PTXTrainer, tokenize
@@ -255,6 +265,16 @@ def test_chat_ends_as_its_template_ends_it():
     }
     row = {"prompt": [user], "completion": [assistant]}
     assert tokenize(row, chat, 64) == {"prompt_ids": ids[:6], "completion_ids": ids[6:]}
+
+
+def test_chat_is_rendered_as_prompts_of_the_run_are():
+    chat = byte_tokenizer("qwen3")
+    user = {"role": "user", "content": "hi"}
+    row = {"prompt": [user], "completion": [{"role": "assistant", "content": "yo"}]}
+    settings = {"enable_thinking": False}
+    found = tokenize(row, chat, 256, settings)
+    assert found["prompt_ids"] == encode([user], chat, settings)
+    assert chat.decode(found["completion_ids"]) == "yo<|im_end|>\n"
 
 
 def test_tokens_that_merge_over_the_prompts_end_are_learned():
