@@ -50,6 +50,19 @@ def test_completions_of_several_turns_are_refused(by_token):
         by_token(worth, tokenizer())(completions=[turns], completion_ids=[[4, 5]], weight=[1.0])
 
 
+def test_score_reads_the_completion_with_its_leading_space_and_may_leave_one_out(by_token):
+    def begins_with_space(completions, completion_ids, kept, **kwargs):
+        assert [len(ids) for ids in completion_ids] == list(range(3))
+        return [float(text.startswith(" ")) if kept[0] else None for text in completions]
+
+    inner = tokenizer()
+    ids = [inner("w3 w2")["input_ids"]] * 2
+    rewards = by_token(begins_with_space, inner)(
+        completions=[" w3 w2", " w3 w2"], completion_ids=ids, kept=[True, False]
+    )
+    assert rewards == [[1.0, 0.0], None]
+
+
 def test_loss_is_paid_where_it_happens(by_token):
     inner = tokenizer()
     ids = inner("w3 w2 w0 w5")["input_ids"]
