@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig
 from transformers.hf_argparser import HfArg
 
-from ..arguments import read_prompts, settle_trainer_arguments, tokenizer_name
+from ..arguments import Prompts, read_prompts, settle_trainer_arguments, tokenizer_name
 from ..checkpoints.atomic import checkpoints
 from ..checkpoints.files import CheckpointError, check_links, check_target
 from ..checkpoints.resume import check_earlier_run
@@ -89,22 +89,10 @@ def main(argv: Sequence[str]) -> None:
 
 def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) -> None:
     """Check everything that needs no weights, and print the plan of the run."""
-    # 1. Read the datasets, of the Hub a few rows.
-    streamed = copy(script)
-    source = script.dataset_name
-    streamed.dataset_streaming |= source is not None and not os.path.exists(source)
-    splits = {
-        name: Dataset.from_list(list(rows.take(ROWS)))
-        if isinstance(rows, IterableDataset)
-        else rows
-        for name, rows in load_datasets(streamed).items()
-    }
-
-    # 2. Run the trainer's checks, up to the weights.
+    splits = _some_rows(script)
     arguments = trainer_arguments(script, args, model, splits)
     datasets = {name: arguments.pop(name, None) for name in ("eval_dataset", "train_dataset")}
     environments = Environments(arguments.pop("tools"), arguments.pop("environment_factory"))
-    name = arguments["model"]
     settle_trainer_arguments(
         **arguments,
         **datasets,
@@ -112,57 +100,92 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
         reward_processing_classes=[],
         optimizer=None,
     )
+    name = arguments["model"]
+    adapter = arguments["peft_config"]
+    _check_directory(args, name)
+    _check_saved_parts(args, arguments)
+    if isinstance(adapter, PeftConfig):
+        _check_modules(adapter, args, name)
+    prompts = read_prompts(
+        name,
+        tokenizer_name(name, adapter),
+        None,
+        args,
+        environments,
+        datasets["train_dataset"],
+        datasets["eval_dataset"],
+    )
+    if not PartialState().is_main_process:
+        return
+    rewards = (script.reward_funcs or []) + [reward.name for reward in environments.rewards]
+    monitored = script.monitor_funcs or ["none"]
+    is_quantized = arguments["quantization_config"] is not None
+    print(f"model:   {name}; {'quantized' if is_quantized else 'not quantized'}")
+    print(f"rewards: {', '.join(rewards) or 'none'}; monitored: {', '.join(monitored)}")
+    _print_plan(args, arguments, prompts)
+
+
+def _some_rows(script: PPOScriptArguments) -> dict[str, Dataset]:
+    """The datasets, of the Hub a few rows."""
+    streamed = copy(script)
+    source = script.dataset_name
+    streamed.dataset_streaming |= source is not None and not os.path.exists(source)
+    return {
+        name: Dataset.from_list(list(rows.take(ROWS)))
+        if isinstance(rows, IterableDataset)
+        else rows
+        for name, rows in load_datasets(streamed).items()
+    }
+
+
+def _check_directory(args: PPOConfig, name: str) -> None:
+    """Check where the run reports and writes."""
     check_trackers(args.report_to)
     check_target(str(args.output_dir), name)
     check_links(str(args.output_dir))
     if args.resume_from_checkpoint is None:
         check_earlier_run(str(args.output_dir))
-    start = args.critic_init
-    if start is not None:
-        read_critic(start, args.critic, name, args.reward_label, args.gamma)
+
+
+def _check_saved_parts(args: PPOConfig, arguments: dict[str, Any]) -> None:
+    """Read a saved critic, and the adapters of rewards."""
+    if args.critic_init is not None:
+        model = arguments["model"]
+        read_critic(args.critic_init, args.critic, model, args.reward_label, args.gamma)
     for reward in arguments["reward_funcs"] + arguments["monitor_funcs"]:
         if isinstance(reward, RewardAdapter):
             read_adapter(reward.path)
-    adapter = arguments["peft_config"]
-    if isinstance(adapter, PeftConfig):  # PEFT checks the names of its modules
-        config = load_config("model", name, hub_kwargs(args))
-        base = on_meta(config, trust_remote_code=args.trust_remote_code)
-        with torch.device("meta"):
-            add_policy_adapter(base, copy(adapter))
-    named = tokenizer_name(name, arguments["peft_config"])
-    prompts = read_prompts(
-        name, named, None, args, environments, datasets["train_dataset"], datasets["eval_dataset"]
-    )
-    if not PartialState().is_main_process:
-        return
 
-    # 3. Print sizes, memory, and one prompt.
+
+def _check_modules(adapter: PeftConfig, args: PPOConfig, name: str) -> None:
+    """Let PEFT check the names of the adapter's modules."""
+    config = load_config("model", name, hub_kwargs(args))
+    base = on_meta(config, trust_remote_code=args.trust_remote_code)
+    with torch.device("meta"):
+        add_policy_adapter(base, copy(adapter))
+
+
+def _print_plan(args: PPOConfig, arguments: dict[str, Any], prompts: Prompts) -> None:
+    """Print sizes, memory, and one prompt."""
     ids = prompts.train[PROMPT_IDS]
     context = prompts.context_length
     lengths = list(map(len, ids))
-    rewards = (script.reward_funcs or []) + [reward.name for reward in environments.rewards]
-    is_quantized = arguments["quantization_config"] is not None
-    monitored = script.monitor_funcs or ["none"]
     described = f"{min(lengths)} to {max(lengths)} tokens in {len(lengths)} rows"
-    print(f"model:   {name}; {'quantized' if is_quantized else 'not quantized'}")
-    print(f"rewards: {', '.join(rewards) or 'none'}; monitored: {', '.join(monitored)}")
     print(f"prompts: {described}, of a context of {context}")
     print(args.plan(args.world_size).summary(args.max_steps, args.num_train_epochs))
     print(work_of(args, args.world_size))
     room = prompt_limit(args.max_completion_length, context, args.max_prompt_length)
     device = args.device
     most = min(max(PROMPT_LENGTH, *lengths), room)
+    available = None
+    if device.type == "cuda":
+        available = torch.cuda.get_device_properties(device).total_memory / GIB
     try:
         estimate = estimate_memory(**arguments, prompt_length=most, device=device.type)
-        print(f"memory:  with prompts of {most} tokens, on each process")
-        on_gpu = device.type == "cuda"
-        print_estimate(
-            estimate,
-            torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None,
-        )
     except ValueError as error:
         print(f"memory:  not estimated: {error}")
-    print(
-        "\nThe first prompt, as the model reads "
-        f"it:\n{shortened(prompts.tokenizer.decode(ids[0]), LONGEST)}"
-    )
+    else:
+        print(f"memory:  with prompts of {most} tokens, on each process")
+        print_estimate(estimate, available)
+    first = shortened(prompts.tokenizer.decode(ids[0]), LONGEST)
+    print(f"\nThe first prompt, as the model reads it:\n{first}")

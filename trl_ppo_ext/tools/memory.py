@@ -5,7 +5,7 @@ like Llama's, with LoRA on a frozen base and attention by `scaled_dot_product_at
 below 1 % of a real run are omitted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -382,86 +382,107 @@ def estimate_memory(
     Raises:
         `ValueError`: If the memory of a setting or an architecture is not known.
     """
-    # 1. Check for settings that the formulas do not cover.
-    options = model_kwargs(args)
-    width = compute_dtype(args).itemsize
     located = hub_kwargs(args)
     if isinstance(model, str):
         config = AutoConfig.from_pretrained(model, **located)
     else:
         config = model
+    _check_known(args, config, device)
+    if isinstance(peft_config, str):
+        adapter = PeftConfig.from_pretrained(peft_config)
+    else:
+        adapter = peft_config or default_peft_config()
+    quantization = (
+        quantization_config
+        or model_kwargs(args).get("quantization_config")
+        or getattr(config, "quantization_config", None)
+    )
+    base = on_meta(config, trust_remote_code=located["trust_remote_code"])
+    rewards = [
+        sizes_of_reward(x, base, args) for x in as_list(reward_funcs) + as_list(monitor_funcs)
+    ]
+    return MemoryEstimate(
+        args,
+        base=model_sizes(base, compute_dtype(args).itemsize, quantization_of(quantization)),
+        adapter=adapter_sizes(base, adapter),
+        rewards=tuple(sizes for sizes in rewards if sizes is not None),
+        processes=args.world_size,
+        prompt_length=_checked_prompt_length(prompt_length, args, config),
+        optimizer=OPTIMIZERS[OptimizerNames(args.optim).value],
+        on_gpu=device == "cuda",
+    )
+
+
+def _check_known(args: PPOConfig, config: PreTrainedConfig, device: str) -> None:
+    """Raise for settings that the formulas do not cover."""
+    options = model_kwargs(args)
     dtype = options.get("dtype") or compute_dtype(args)
-    optimizer = OptimizerNames(args.optim).value
-    dtype = str(config.dtype or "float32" if dtype == "auto" else dtype).removeprefix("torch.")
-    supported = {
+    if dtype == "auto":
+        dtype = config.dtype or "float32"
+    if compute_dtype(args).itemsize == 4:
+        dtypes = ["float32"]
+    else:
+        dtypes = ["bfloat16", "float16"]
+    supported: dict[str, tuple[Any, Collection]] = {
         "device": (device, ("cuda", "cpu")),
-        "optim": (optimizer, OPTIMIZERS),
+        "optim": (OptimizerNames(args.optim).value, OPTIMIZERS),
         "attn_implementation": (options.get("attn_implementation"), ATTENTION),
-        "dtype": (dtype, ("float32",) if width == 4 else ("bfloat16", "float16")),
-    } | {name: (getattr(args, name) or None, (None,)) for name in ("deepspeed", "fsdp")}
+        "dtype": (str(dtype).removeprefix("torch."), dtypes),
+        "deepspeed": (args.deepspeed or None, (None,)),
+        "fsdp": (args.fsdp or None, (None,)),
+    }
     for name, (value, values) in supported.items():
         if value not in values:
             raise ValueError(
                 f"`{name}` must be {' or '.join(map(str, values))} to be estimated, got {value}."
             )
 
-    room = prompt_limit(
-        args.max_completion_length, context_of(config.get_text_config())[0], args.max_prompt_length
-    )
-    prompt_length = min(PROMPT_LENGTH, room) if prompt_length is None else prompt_length
+
+def _checked_prompt_length(
+    prompt_length: int | None, args: PPOConfig, config: PreTrainedConfig
+) -> int:
+    """Tokens of the longest prompt, which must fit into the context."""
+    context, _ = context_of(config.get_text_config())
+    room = prompt_limit(args.max_completion_length, context, args.max_prompt_length)
+    if prompt_length is None:
+        return min(PROMPT_LENGTH, room)
     if prompt_length > room:
         raise ValueError(
             f"`prompt_length` must be at most {room}, what the model's context leaves beside "
             f"`max_completion_length={args.max_completion_length}`, or `max_prompt_length`, got "
             f"{prompt_length}."
         )
+    return prompt_length
 
-    # 2. Read sizes of models and adapters. Functions, judges and remote rewards take no memory.
-    remote_code = {"trust_remote_code": located["trust_remote_code"]}
-    base = on_meta(config, **remote_code)
-    rewards = list[ModelSizes | AdapterSizes]()
-    for reward in as_list(reward_funcs) + as_list(monitor_funcs):
-        if isinstance(reward, RewardAdapter):
-            reward_config = PeftConfig.from_pretrained(reward.path)
-            reward_config.modules_to_save = None  # the score head, which is counted apart
-            rewards.append(adapter_sizes(base, reward_config))
-        elif isinstance(reward, str | ProcessReward):
-            if isinstance(reward, str):
-                model_id = reward
-            else:
-                model_id = reward.model
-            loaded_as = {None: None, "none": None, "int8": "int8"}.get(
-                args.reward_quantization, "4bit double"
-            )
-            classifier = on_meta(
-                AutoConfig.from_pretrained(model_id, **remote_code), True, **remote_code
-            )
-            rewards.append(model_sizes(classifier, width, loaded_as))
-        elif isinstance(reward, PreTrainedModel | PeftModel):  # with an adapter it raises
-            loaded_as = quantization_of(getattr(reward.config, "quantization_config", None))
-            classifier = cast(PreTrainedModel, reward)
-            if loaded_as is not None and isinstance(reward, PreTrainedModel):
-                classifier = on_meta(reward.config, True)  # its weights are packed
-            rewards.append(model_sizes(classifier, reward.dtype.itemsize, loaded_as))
-    if isinstance(peft_config, str):
-        adapter = PeftConfig.from_pretrained(peft_config)
-    else:
-        adapter = peft_config
-    quantization = (
-        quantization_config
-        or options.get("quantization_config")
-        or getattr(config, "quantization_config", None)
-    )
-    return MemoryEstimate(
-        args,
-        base=model_sizes(base, width, quantization_of(quantization)),
-        adapter=adapter_sizes(base, adapter or default_peft_config()),
-        rewards=tuple(rewards),
-        processes=args.world_size,
-        prompt_length=prompt_length,
-        optimizer=OPTIMIZERS[optimizer],
-        on_gpu=device == "cuda",
-    )
+
+def sizes_of_reward(
+    reward: Any, base: PreTrainedModel, args: PPOConfig
+) -> ModelSizes | AdapterSizes | None:
+    """Sizes of a reward model; `None` for functions, judges and remote rewards, which take no
+    memory here."""
+    if isinstance(reward, RewardAdapter):
+        adapter = PeftConfig.from_pretrained(reward.path)
+        adapter.modules_to_save = None  # the score head, which is counted apart
+        return adapter_sizes(base, adapter)
+    if isinstance(reward, str | ProcessReward):
+        if isinstance(reward, str):
+            model_id = reward
+        else:
+            model_id = reward.model
+        remote_code = {"trust_remote_code": args.trust_remote_code}
+        config = AutoConfig.from_pretrained(model_id, **remote_code)
+        loaded_as = {None: None, "none": None, "int8": "int8"}.get(
+            args.reward_quantization, "4bit double"
+        )
+        classifier = on_meta(config, True, **remote_code)
+        return model_sizes(classifier, compute_dtype(args).itemsize, loaded_as)
+    if isinstance(reward, PreTrainedModel | PeftModel):  # with an adapter it raises
+        loaded_as = quantization_of(getattr(reward.config, "quantization_config", None))
+        classifier = cast(PreTrainedModel, reward)
+        if loaded_as is not None and isinstance(reward, PreTrainedModel):
+            classifier = on_meta(reward.config, True)  # its weights are packed
+        return model_sizes(classifier, reward.dtype.itemsize, loaded_as)
+    return None
 
 
 def quantization_of(settings: Any) -> str | None:
