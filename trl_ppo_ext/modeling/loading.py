@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, cast
@@ -40,7 +40,7 @@ from .adapters import (
     read_critic,
 )
 from .base_files import check_base_is_in_its_files
-from .critics import CriticFactory, built_by, new_critic
+from .critics import Critic, CriticFactory, built_by, new_critic
 
 logger = logging.get_logger(__name__)
 
@@ -388,19 +388,8 @@ def load_actor_critic(
     if critic == "adapter":
         critic_adapter = add_adapter(policy, "critic", config if files is None else files.config)
 
-    has_autocast = args.bf16 or args.fp16
-    if getattr(config, "modules_to_save", None) and policy.dtype.itemsize == 2 and not has_autocast:
-        raise ValueError(
-            "`modules_to_save` of the adapter are trained in float32, and return it to layers in "
-            f"{str(policy.dtype).removeprefix('torch.')}; set `bf16=True`, or load the base in "
-            "float32."
-        )
-    policy.requires_grad_(False)
-    trained = [name for name in (policy.active_adapter, critic_adapter) if name is not None]
-    for parameter in (x for name in trained for x in adapter_parameters(policy, name).values()):
-        # float32 whatever the base's dtype: Adam's steps vanish in bfloat16
-        parameter.data = parameter.data.float()
-        parameter.requires_grad_(True)
+    _check_saved_modules(config, policy, args)
+    _train_adapters(policy, [policy.active_adapter, critic_adapter])
     _prepare_modules(policy)
 
     # 3. the critic's head
@@ -419,12 +408,7 @@ def load_actor_critic(
             raise ValueError(
                 f"The critic of `critic_init={start!r}` does not fit the model: {error}"
             ) from None
-        is_chosen = "normalize_values" in args.changed_fields
-        if is_chosen and head.is_normalized != is_normalized:
-            raise ValueError(
-                f"`normalize_values` must be {head.is_normalized} for `critic_init={start!r}`, "
-                f"which predicts in these units, got {is_normalized}; change or omit it."
-            )
+        _check_units_of_critic(head, args)
     return ActorCritic(
         policy,
         value_head=head,
@@ -433,6 +417,38 @@ def load_actor_critic(
         critic_backprop=args.critic_options.backprop,
         cast_lm_head_to_fp32=args.cast_lm_head_to_fp32,
     )
+
+
+def _check_saved_modules(config: PeftConfig, policy: PeftModel, args: PPOConfig) -> None:
+    """Raise if whole modules, trained in float32, would meet layers in another type."""
+    has_autocast = args.bf16 or args.fp16
+    if getattr(config, "modules_to_save", None) and policy.dtype.itemsize == 2 and not has_autocast:
+        raise ValueError(
+            "`modules_to_save` of the adapter are trained in float32, and return it to layers in "
+            f"{str(policy.dtype).removeprefix('torch.')}; set `bf16=True`, or load the base in "
+            "float32."
+        )
+
+
+def _train_adapters(policy: PeftModel, names: Sequence[str | None]) -> None:
+    """Train these adapters only, in float32 whatever the base's dtype: Adam's steps vanish in
+    bfloat16."""
+    policy.requires_grad_(False)
+    for name in filter(None, names):
+        for parameter in adapter_parameters(policy, name).values():
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(True)
+
+
+def _check_units_of_critic(head: Critic, args: PPOConfig) -> None:
+    """Raise if a saved critic predicts in other units than the config names."""
+    is_chosen = "normalize_values" in args.changed_fields
+    if is_chosen and head.is_normalized != bool(args.normalize_values):
+        raise ValueError(
+            f"`normalize_values` must be {head.is_normalized} for `critic_init="
+            f"{args.critic_init!r}`, which predicts in these units, got "
+            f"{bool(args.normalize_values)}; change or omit it."
+        )
 
 
 def add_critic_to_optimizer(
