@@ -62,6 +62,8 @@ LOGGED = "reward", "entropy", "lam", "episodes/turns", "completions/mean_length"
 GROUPS = {"num_generations": 8}
 RIVALS: dict[str, dict[str, Any]] = {
     "PPO": {},
+    # all values are the mean return
+    "PPO, running mean": {"critic_learning_rate": 1e-12, "critic_kwargs": {"backprop": False}},
     "ReBN": {"critic": "none", "advantage_estimator": "rebn"},
     "RLOO": GROUPS | {"critic": "none", "advantage_estimator": "rloo"},
     "GRPO": GROUPS | {"critic": "none"},
@@ -70,6 +72,7 @@ RIVALS: dict[str, dict[str, Any]] = {
 COLORS = {
     "PPO": "#4f81bd",
     "TRL GRPO": "#b4552d",
+    "PPO, running mean": "#1f6f50",
     "ReBN": "#7a6fb0",
     "RLOO": "#c9a227",
     "GRPO": "#888888",
