@@ -52,7 +52,7 @@ MAIN_METRICS = {
     "kl_per_completion": "KL",
     "entropy": "entropy",
     "completions/mean_length": "length",
-    "value/explained_variance": "critic",
+    "value/explained_variance": "explained",
     "tokens_per_second": "tokens/s",
 }
 

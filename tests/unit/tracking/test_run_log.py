@@ -279,7 +279,7 @@ def test_log_is_one_line_between_plan_and_report(tmp_path, capsys):
     assert "updates: 4 optimizer steps per rollout" in printed[1]
     assert "max_steps=4 optimizer steps = 1 rollouts = 8 completions" in printed[2]
     number = r"-?[\d.,e+-]+"
-    labels = ("reward", "KL", "entropy", "length", "critic", "tokens/s")
+    labels = ("reward", "KL", "entropy", "length", "explained", "tokens/s")
     assert re.fullmatch(
         "  ".join(["step 1/4", *(f"{label} {number}" for label in labels)]), printed[4]
     )
