@@ -212,37 +212,41 @@ class SequenceScorer:
     def score(self, batch: ScoringBatch) -> list[float | PrefixScores | RewardError]:
         """Score completions in batches of similar length; one that the model cannot read fails
         by itself."""
-        rows = dict[int, list[int]]()
+        rows = list[list[int]]()
         scores = dict[int, float | PrefixScores | RewardError]()
         for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
             try:
-                (rows[row],) = self.encode([prompt], [completion])
-                length = len(rows[row])
-                if length > self.context_length:
+                (ids,) = self.encode([prompt], [completion])
+                if len(ids) > self.context_length:
                     raise ValueError(
-                        f"with its prompt it has {length} tokens of {self.context_length}; lower "
+                        f"with its prompt it has {len(ids)} tokens of {self.context_length}; lower "
                         "`max_completion_length`, or drop long prompts"
                     )
+                rows.append(ids)
             except Exception as error:  # e.g. its chat template rejects a sampled call
                 cause = f"{type(error).__name__}: {shortened(error)}"
                 scores[row] = RewardError(
                     f"The reward model `{self.name}` cannot score completion {row}: {cause}."
                 )
-        by_length = sorted(rows.keys() - scores.keys(), key=lambda row: (len(rows[row]), row))
+                # a forward of sharded weights waits for those of all ranks
+                rows.append([self.tokenizer.pad_token_id or 0])
+        by_length = sorted(range(len(rows)), key=lambda row: (len(rows[row]), row))
         parts = [
             by_length[start : start + self.batch_size]
             for start in range(0, len(by_length), self.batch_size)
         ]
         if parts and self.level == "end":
             at_ends = [self._score([rows[row] for row in part]).float() for part in parts]
-            scores |= zip(by_length, torch.cat(at_ends).tolist())  # the only wait for the device
+            by_row = zip(by_length, torch.cat(at_ends).tolist())  # the only wait for the device
+            scores = dict(by_row) | scores
         elif parts:
             tables = [self._score_prefixes([rows[row] for row in part]) for part in parts]
             numbers = iter(torch.cat([table.flatten() for table in tables]).tolist())
             for part, table in zip(parts, tables):
                 for row in part:
                     by_place = list(islice(numbers, table.shape[1]))
-                    scores[row] = self._prefix_scores(batch, row, rows[row], by_place)
+                    if row not in scores:
+                        scores[row] = self._prefix_scores(batch, row, rows[row], by_place)
         return [scores[row] for row in range(len(batch))]
 
     def _prefix_scores(

@@ -504,6 +504,26 @@ def test_text_that_is_too_long_fails_only_itself():
     )
 
 
+def test_ranks_run_as_many_forwards_whatever_fails(monkeypatch):
+    """Of sharded weights each forward waits for the other ranks."""
+    model = llama(classifier=True)
+    reward = ClassifierReward(model, tokenizer(), batch_size=1)
+    forwards = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    texts = batch(("w1", " w2"), ("w3", " w4"))
+    encode = reward.encode
+
+    def refuses_w3(prompts, completions):
+        if prompts == ["w3"]:
+            raise ValueError("refused")
+        return encode(prompts, completions)
+
+    expected = reward.score(texts)
+    monkeypatch.setattr(reward, "encode", refuses_w3)
+    first, second = reward.score(texts)
+    assert first == expected[0] and isinstance(second, RewardError) and len(forwards) == 4
+
+
 def test_roberta_counts_two_positions_more():
     sizes = {
         "hidden_size": 16,
