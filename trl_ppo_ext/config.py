@@ -869,6 +869,13 @@ class PPOConfig(TRLFields, TrainingArguments):
     def _settle_sampling(self) -> None:
         """Check what samples and its settings, and set whether its log-probs are corrected."""
         names = set(self.generation_kwargs or {})
+        try:
+            json.dumps(self.generation_kwargs, default=str)
+        except TypeError as error:  # checkpoints and trackers keep it
+            raise ValueError(
+                f"`generation_kwargs` must have keys that are text at every depth ({error}); write "
+                "`sequence_bias` as a list, such as [[[5], -10.0]]."
+            ) from None
         uses_vllm = self.generation_backend == "vllm"
         has_server = uses_vllm and self.vllm_mode == "server"
         overlaps = self.vllm_options.overlap_rollouts

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,13 @@ logger = logging.get_logger(__name__)
 
 # bytes of keys and values that stay on a GPU while the model is trained; their graphs stay too
 KEPT = 2**30
+# settings of `generate` that take padding for words of the prompt
+READ_PADDING = (
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "min_length",
+    "no_repeat_ngram_size",
+)
 # fields of a generation config with which steps sample
 STEPPED = frozenset(
     (
@@ -96,6 +104,7 @@ class TransformersGenerator(Generator):
                 "Sampling calls `generate`, which keeps rows that ended in the batch and reads "
                 f"earlier turns again, because {self.why_not_stepped}."
             )
+        self.reads_padding = any(getattr(self.config, name, None) for name in READ_PADDING)
         self._check_dequantizing()
         self._weights: dict[nn.Module, Tensor] = {}  # of the 4-bit base, in 16 bits
         # `generate` runs one forward of the policy per token; a static cache may be compiled, and
@@ -109,17 +118,24 @@ class TransformersGenerator(Generator):
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Gather sharded weights: ranks then sample by themselves."""
-        with unsharded(self.actor_critic):
-            yield
+        is_complete = False
+        try:
+            with unsharded(self.actor_critic):
+                yield
+            is_complete = True
+        finally:
+            if not (is_complete and self._may_keep()):
+                self.release()
+
+    def _may_keep(self) -> bool:
+        """Check whether memory and graphs may stay while the model is trained."""
         sampler = self._sampler
-        if sampler is None:
-            return
         # without graphs, nothing is gained by keeping the memory; graphs read gathered weights
         # where they were
+        if sampler is None or not sampler.step.captures:
+            return False
         is_fixed = not is_sharded(self.actor_critic) and not self._weights
-        keeps = sampler.step.captures and is_fixed
-        if not keeps or sampler.memory.nbytes() > KEPT:
-            self.release()
+        return is_fixed and sampler.memory.nbytes() <= KEPT
 
     def release(self) -> None:
         """Free keys, values, graphs and dequantized weights."""
@@ -173,6 +189,8 @@ class TransformersGenerator(Generator):
         rooms = rooms or [self.config.max_new_tokens] * len(prompts)
         self.begin_logprobs()
         sampler = self.static_sampler(longest_row(prompts, rooms))
+        if sampler is None and self.reads_padding:
+            return self._generate_by_length(prompts, rooms, size)
         completions = []
         for start in range(0, len(prompts), size):
             part = slice(start, start + size)
@@ -181,6 +199,24 @@ class TransformersGenerator(Generator):
             else:
                 completions += self.step_batch(sampler, prompts[part], rooms[part]).token_ids
         return completions
+
+    def _generate_by_length(
+        self, prompts: list[list[int]], rooms: list[int], size: int
+    ) -> list[list[int]]:
+        """Sample completions of prompts without padding, those of one length together."""
+        by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+        completions: list[list[int]] = []
+        for _, rows in groupby(by_length, key=lambda row: len(prompts[row])):
+            of_length = list(rows)
+            for start in range(0, len(of_length), size):
+                part = of_length[start : start + size]
+                completions += self._generate_batch(
+                    [prompts[row] for row in part], [rooms[row] for row in part]
+                )
+        order = sorted(range(len(prompts)), key=by_length.__getitem__)
+        if self.sampled_logprobs is not None:
+            self.sampled_logprobs = [self.sampled_logprobs[place] for place in order]
+        return [completions[place] for place in order]
 
     def begin_logprobs(self) -> None:
         """Begin the log-probs of a call; they are comparable at the temperature of the policy

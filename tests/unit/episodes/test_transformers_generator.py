@@ -92,6 +92,7 @@ CACHES = {
     "static cache": (llama, {"cache_implementation": "static"}),
     "no cache": (llama, {"use_cache": False}),
     "prefill in chunks": (llama, {"prefill_chunk_size": 2}),
+    "words of the prompt": (llama, {"no_repeat_ngram_size": 1, "encoder_repetition_penalty": 1.5}),
 }
 
 
@@ -219,6 +220,17 @@ def test_memory_stays_between_rollouts_where_graphs_read_it_again(build, monkeyp
     with generator.awake():
         pass
     assert bool(released) != stays
+
+
+def test_memory_of_a_rollout_that_failed_is_freed(build, monkeypatch):
+    generator = build().components.player.generator
+    sampler = generator.static_sampler()
+    monkeypatch.setattr(sampler.step, "captures", True)
+    released = []
+    generator.release = lambda: released.append(1)
+    with pytest.raises(MemoryError), generator.awake():
+        raise MemoryError
+    assert released == [1]
 
 
 def test_memory_of_sampling_is_freed_after_training(build):
@@ -516,6 +528,10 @@ def test_a_4bit_base(build, tmp_path):
         (
             {"generation_kwargs": {"page_size": 4}},
             "holds `page_size`, an unknown field of `GenerationConfig`",
+        ),
+        (
+            {"generation_kwargs": {"sequence_bias": {(5,): -10.0}}},
+            "`generation_kwargs` must have keys that are text .* write `sequence_bias` as a list",
         ),
     ],
 )
