@@ -137,6 +137,32 @@ def test_scores_of_another_scale_begin_anew(tmp_path):
     assert 0 < max(state.spreads) < 100 and state.critic.returns.unit < 100
 
 
+@pytest.mark.parametrize("rates", [(None, 1e-2), (1e-2, None)], ids=str)
+@pytest.mark.parametrize("critic", ["head", "adapter"])
+def test_own_rate_of_a_critic_may_be_set_or_removed(tmp_path, critic, rates):
+    first, second = ({} if rate is None else {"critic_learning_rate": rate} for rate in rates)
+    constant = {"critic": critic, "lr_scheduler_type": "constant"}
+    trainer(tmp_path, **constant, **first).train()
+    again = trainer(tmp_path, **constant, **second, max_steps=3)
+    again.train(resume_from_checkpoint=True)
+    own = {id(x) for x in again.actor_critic.critic_parameters().values()}
+    found = {
+        (id(x) in own, group["lr"])
+        for group in again.optimizer.param_groups
+        for x in group["params"]
+    }
+    assert found == {(False, 1e-3), (True, rates[1] or 1e-3)}
+
+
+def test_state_of_another_optimizer_begins_anew(run, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    again = trainer(tmp_path, optim="adafactor", max_steps=4, resume_with_changed_settings=True)
+    again.train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    assert "`optim` is another one: its state begins anew" in caplog.text
+    rates = [row["learning_rate"] for row in again.state.log_history if "learning_rate" in row]
+    assert rates[-1] == pytest.approx(2.5e-4)  # of step 4, as in a run of one optimizer
+
+
 @pytest.mark.parametrize(
     ("changes", "listed", "rates"),
     [

@@ -322,6 +322,12 @@ def usable_progress(checkpoint: Checkpoint, played: Tensor) -> Progress:
     return progress
 
 
+def load_schedule(scheduler: Any, directory: str) -> None:
+    """Load the state of the schedule, for an optimizer that another one's state does not fit."""
+    logger.warning("`optim` is another one: its state begins anew, and the schedule goes on.")
+    scheduler.load_state_dict(torch.load(os.path.join(directory, SCHEDULER_NAME)))
+
+
 def load_under_own_rates(
     optimizer: torch.optim.Optimizer, scheduler: Any, load: Callable[[], None]
 ) -> None:

@@ -322,13 +322,16 @@ class Updates:
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], learning_rate: float
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    learning_rate: float | None,
 ) -> None:
-    """Move parameters to a group with their own learning rate, before the optimizer's first
-    step."""
+    """Move parameters to groups of their own, with this learning rate if there is one, before the
+    optimizer's first step."""
     chosen = {id(x) for x in parameters.values()}
     for group in list(optimizer.param_groups):
         moved = [x for x in group["params"] if id(x) in chosen]
         group["params"] = [x for x in group["params"] if id(x) not in chosen]
         if moved:
-            optimizer.add_param_group(group | {"params": moved, "lr": learning_rate})
+            own = group["lr"] if learning_rate is None else learning_rate
+            optimizer.add_param_group(group | {"params": moved, "lr": own})
