@@ -593,7 +593,8 @@ class PPOTrainer(Trainer):
         head = self.actor_critic.value_head
         learning_rate = self.args.critic_learning_rate or getattr(head, "learning_rate", None)
         optimizer = super().create_optimizer(model)
-        if learning_rate is not None and not exists:
+        # always groups of its own: a resumed run may set another rate
+        if not exists:
             set_learning_rate(optimizer, self.actor_critic.critic_parameters(), learning_rate)
         # as schedules that count steps record it; a resumed run under another rate reads it
         for group in optimizer.param_groups:
@@ -792,7 +793,10 @@ class PPOTrainer(Trainer):
             table = completions_table(samples, self.run_log.rewards, self.run_log.monitors, step)
             # above the line of metrics, which would scroll away
             print_completions(table, step, self.args.num_completions_to_print)
+        is_due = self.control.should_log
         super().log(logs, start_time)
+        if mode == "eval":  # e.g. of a callback, which must not stand for the step's own log
+            self.control.should_log = is_due
         if samples is None or not self.accelerator.is_main_process:
             return
         self.run_log.completions(samples, self.state, mode)
@@ -930,6 +934,8 @@ class PPOTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         load = partial(super()._load_optimizer_and_scheduler, checkpoint)
+        if checkpoint is not None and "optim" in self._change.listed:
+            load = partial(resume.load_schedule, self.lr_scheduler, checkpoint)
         if self._change.listed:
             resume.load_under_own_rates(self.optimizer, self.lr_scheduler, load)
         else:

@@ -339,6 +339,19 @@ def test_evaluation_logs_the_same_metrics_and_trains_nothing(tmp_path):
     assert not any("eval" in name for entry in built.state.log_history[1:] for name in entry)
 
 
+def test_callback_that_evaluates_leaves_the_logs_of_training(tmp_path):
+    class Evaluates(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            built.evaluate()
+
+    built = trainer(tmp_path, eval_dataset=prompts(3), callbacks=[Evaluates()])
+    built.train()
+    logs = built.state.log_history
+    steps = list(range(1, built.state.max_steps + 1))
+    assert [row["step"] for row in logs if "loss" in row] == steps
+    assert [row["step"] for row in logs if "eval_reward" in row] == steps
+
+
 def test_evaluation_runs_in_even_batches_of_at_most_a_rollout(tmp_path):
     # which changes nothing
     built = trainer(tmp_path, dataloader_drop_last=True)
