@@ -66,6 +66,8 @@ def score_filters(config: GenerationConfig) -> LogitsProcessorList:
 
 # ---- a token of each row ----
 
+MOST_GRAPHS = 256  # that are kept at a time
+
 
 class StaticStep:
     """Samples the next token of the first rows of a memory.
@@ -136,6 +138,9 @@ class StaticStep:
         if not self.captures:
             self.run(rows)
             return
+        # groups of episodes have any number of rows
+        if len(self.graphs) >= MOST_GRAPHS:
+            self.drop_graphs()
         # the first step warms up its kernels on the stream of captures
         if self.stream is None:
             self.stream = torch.cuda.Stream(self.at.device)

@@ -559,6 +559,20 @@ def test_first_step_of_a_shape_is_captured_and_later_ones_are_replayed(monkeypat
     assert len(sampler.step.graphs) == 1 and graphs.pools[-1] is None
 
 
+def test_graphs_are_dropped_when_there_are_too_many(monkeypatch):
+    model = model_of()
+    sampler = sampler_of(model)
+    expected = [stepped(model, prompts_of(n), noise_of()[:n], PLAIN) for n in (1, 2, 3)]
+    SimulatedGraphs(sampler, monkeypatch)
+    monkeypatch.setattr(static_step, "MOST_GRAPHS", 2)
+    sampler.reserve(ROWS, 64)
+    found = []
+    for rows in (1, 2, 3):
+        found.append(tokens_of(sampler, prompts_of(rows), [NEW] * rows, noise=noise_of()[:rows]))
+        assert len(sampler.step.graphs) <= 2
+    assert found == expected
+
+
 def test_a_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch, caplog):
     model = model_of()
     expected = tokens_of(sampler_of(model), prompts_of(), [NEW] * ROWS, noise=noise_of())
