@@ -193,13 +193,7 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
             f"The adapter `{place}` has `bias={config.bias!r}`: it would put its biases into the "
             "base of all roles. Train it with `bias='none'`, or merge it into its base."
         )
-    initial = getattr(config, "init_lora_weights", True)
-    if str(initial).lower().startswith(CHANGES_BASE):
-        raise ValueError(
-            f"The adapter `{place}` has `init_lora_weights={initial!r}`: it works on a base that it "
-            "changed when it began, which all roles share. Convert it with "
-            "`path_initial_model_for_weight_conversion` of PEFT, or merge it into its base."
-        )
+    check_keeps_base(place, config)
     weights_file = find_file(path, ADAPTER_WEIGHTS, folder)
     if weights_file is None:
         raise ValueError(
@@ -211,6 +205,17 @@ def read_adapter(path: str, folder: str = "") -> AdapterFiles:
         if any(f".{name}." in key for name in SCORE_HEADS) and "lora_" not in key:
             head[key.split(".")[-1]] = weights.pop(key)
     return AdapterFiles(config, weights, head)
+
+
+def check_keeps_base(place: str, config: PeftConfig) -> None:
+    """Raise an error for a saved adapter that belongs to a base which it has changed."""
+    initial = getattr(config, "init_lora_weights", True)
+    if str(initial).lower().startswith(CHANGES_BASE):
+        raise ValueError(
+            f"The adapter `{place}` has `init_lora_weights={initial!r}`: it works on a base that it "
+            "changed when it began, which all roles share. Convert it with "
+            "`path_initial_model_for_weight_conversion` of PEFT, or merge it into its base."
+        )
 
 
 def check_same_base(path: str, trained_on: str | None, base: str, remedy: str) -> None:

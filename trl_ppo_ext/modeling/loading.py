@@ -34,6 +34,7 @@ from .adapters import (
     adapter_parameters,
     adapter_weights,
     add_adapter,
+    check_keeps_base,
     check_same_base,
     load_adapter_weights,
     read_adapter_config,
@@ -120,7 +121,7 @@ def check_model_arguments(
         raise TypeError(
             f"`peft_config` must be a `PeftConfig`, path or id, got {type(peft_config).__name__}."
         )
-    config = _starting_config(model, peft_config)
+    config = _starting_config(model, peft_config, hub_kwargs(args))
     if config is None:
         return
     if config.is_prompt_learning:
@@ -143,7 +144,7 @@ def check_model_arguments(
         )
 
 
-def _starting_config(model: Any, peft_config: Any) -> Any:
+def _starting_config(model: Any, peft_config: Any, located: dict[str, Any]) -> Any:
     """Config of the adapter that starts the policy; raise an error if `model` must not get it."""
     if isinstance(model, PeftModel):
         if peft_config is not None:
@@ -172,6 +173,12 @@ def _starting_config(model: Any, peft_config: Any) -> Any:
         if trained_on := config.base_model_name_or_path:
             remedy = "If the weights are the same, pass a `PeftModel` with the adapter as `model`."
             check_same_base(peft_config, trained_on, getattr(model, "name_or_path", model), remedy)
+        check_keeps_base(peft_config, config)
+        if isinstance(model, str) and config.revision not in (None, located.get("revision")):
+            raise ValueError(
+                f"`{peft_config}` was trained on revision {config.revision!r} of its base; set "
+                f"`model_init_kwargs={{'revision': {config.revision!r}}}`."
+            )
         return config
     initial = getattr(peft_config, "init_lora_weights", True)
     if initial not in (True, "gaussian"):
@@ -179,6 +186,9 @@ def _starting_config(model: Any, peft_config: Any) -> Any:
             f"`init_lora_weights={initial!r}` changes the base, the reference; use True or "
             "'gaussian'."
         )
+    for name in ("init_weights", "init_ia3_weights"):
+        if getattr(peft_config, name, True) is False:
+            raise ValueError(f"`{name}=False` begins with another policy than the base; use True.")
     return peft_config
 
 
@@ -289,6 +299,13 @@ def _prepare_modules(model: nn.Module) -> None:
                     setattr(owner, name, 0.0)
 
 
+def _settle_task_type(config: PeftConfig) -> None:
+    """Set the task by which a reload chooses its class."""
+    if config.task_type not in (None, TaskType.CAUSAL_LM):
+        logger.warning("`task_type=%s` of the adapter is set to CAUSAL_LM.", config.task_type)
+    config.task_type = TaskType.CAUSAL_LM
+
+
 def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel, bool]:
     """Add the policy's adapter, unless it is there, and return if it was trained before."""
     is_trained = isinstance(model, PeftModel) or isinstance(peft_config, str)
@@ -296,14 +313,10 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
         policy = model
     elif isinstance(peft_config, str):
         policy = PeftModel.from_pretrained(model, peft_config, is_trainable=True)
+        check_base_is_in_its_files(policy)  # it may have brought embeddings
     else:
         config = copy(peft_config or default_peft_config())  # the user's may serve other runs
-        if config.task_type != TaskType.CAUSAL_LM:  # by which a reload chooses its class
-            if config.task_type is not None:
-                logger.warning(
-                    "`task_type=%s` of `peft_config` is set to CAUSAL_LM.", config.task_type
-                )
-            config.task_type = TaskType.CAUSAL_LM
+        _settle_task_type(config)
         for name, rate in vars(config).items():
             if "dropout" in name and rate:
                 logger.warning(
@@ -312,6 +325,7 @@ def _adapt(model: Any, peft_config: PeftConfig | str | None) -> tuple[PeftModel,
                     rate,
                 )
         policy = add_policy_adapter(model, config)
+    _settle_task_type(policy.active_peft_config)
     # its own save and push must not publish the adapters of other roles, which are added later
     if not isinstance(policy.save_pretrained, partial):  # otherwise by an earlier trainer
         policy.save_pretrained = partial(

@@ -186,6 +186,52 @@ def test_adapter_of_another_base_is_refused(tmp_path, saved):
             trainer(tmp_path, model, peft_config=adapter)
 
 
+def adapter_of(base, path, settings, **saving):
+    """Path of an adapter whose base may have changed before it was saved."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"], **settings)
+    policy = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+    if saving:
+        policy.get_input_embeddings().weight.data.mul_(1.5)
+    policy.save_pretrained(path, **saving)
+    return str(path)
+
+
+def test_adapter_that_would_change_the_base_of_all_roles_is_refused(tmp_path, saved):
+    base = saved[0]
+    changed = adapter_of(base, tmp_path / "pissa", {"init_lora_weights": "pissa"})
+    with pytest.raises(ValueError, match=r"pissa` has `init_lora_weights='pissa'`: it works on"):
+        trainer(tmp_path, base, peft_config=changed, processing_class=None)
+    brought = adapter_of(base, tmp_path / "embedding", {}, save_embedding_layers=True)
+    with pytest.raises(ValueError, match=r"must have the weights of its files .*embed_tokens"):
+        trainer(tmp_path, base, peft_config=brought, processing_class=None)
+
+
+def test_adapter_of_another_revision_of_the_base_is_refused(tmp_path, saved):
+    path = adapter_of(saved[0], tmp_path / "v1", {"revision": "v1"})
+    given = {"peft_config": path, "processing_class": None}
+    with pytest.raises(ValueError, match=r"trained on revision 'v1' .*'revision': 'v1'"):
+        trainer(tmp_path, saved[0], **given)
+    built = trainer(tmp_path, saved[0], **given, model_init_kwargs={"revision": "v1"})
+    assert built.actor_critic.policy.active_peft_config.revision == "v1"
+
+
+@pytest.mark.parametrize("task", [None, "SEQ_CLS", "FEATURE_EXTRACTION"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_adapter_that_starts_the_policy_is_saved_as_one_of_a_language_model(
+    tmp_path, saved, task, loaded
+):
+    path = adapter_of(saved[0], tmp_path / "other", {"task_type": task})
+    if loaded:
+        model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(saved[0]), path)
+        given = {"model": model, "processing_class": tokenizer()}
+    else:
+        given = {"model": saved[0], "peft_config": path, "processing_class": None}
+    trainer(tmp_path / "run", **given).save_model()
+    reloaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run")
+    expected = AutoModelForCausalLM.from_pretrained(saved[0])(IDS).logits
+    torch.testing.assert_close(reloaded(IDS).logits, expected)
+
+
 def test_base_of_another_trainer_is_refused_until_it_is_unloaded(tmp_path):
     base = llama()
     first = trainer(tmp_path, base, critic="adapter")
@@ -211,10 +257,23 @@ def test_base_of_another_trainer_is_refused_until_it_is_unloaded(tmp_path):
             "`alora_invocation_tokens` must be None",
         ),
         (LoraConfig(init_lora_weights="pissa"), "`init_lora_weights='pissa'` changes the base"),
+        (
+            peft.IA3Config(
+                init_ia3_weights=False, target_modules=["k_proj"], feedforward_modules=[]
+            ),
+            "`init_ia3_weights=False` begins with another policy",
+        ),
         (peft.AdaLoraConfig(total_step=9, task_type="CAUSAL_LM"), "must not be AdaLoRA"),
         (LoraConfig(layer_replication=[[0, 2], [1, 2]]), "nor have `layer_replication`"),
     ],
-    ids=["other tensors", "activated", "changes the base", "moving ranks", "layers twice"],
+    ids=[
+        "other tensors",
+        "activated",
+        "changes base",
+        "not the base",
+        "moving ranks",
+        "layers twice",
+    ],
 )
 def test_adapters_that_cannot_be_trained_are_refused(tmp_path, adapter, message):
     with pytest.raises(ValueError, match=message):
