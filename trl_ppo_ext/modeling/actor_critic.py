@@ -383,8 +383,10 @@ class ActorCritic(nn.Module):
             # `nn.Module.__setattr__` looks for parameters first, which takes 20 times as long
             object.__setattr__(layer, "_disable_adapters", name is None)
             if name is not None:
-                has_it = adapters is None or name in adapters
-                object.__setattr__(layer, "_active_adapter", [name] if has_it else [])
+                active: str | list[str] = [name]
+                if adapters is not None:  # PEFT's wrappers of whole modules have a name
+                    active = name if name in adapters else []
+                object.__setattr__(layer, "_active_adapter", active)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Context in which the model is the base, as of a `PeftModel`, whose own one would

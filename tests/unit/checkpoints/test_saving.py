@@ -121,6 +121,15 @@ def test_checkout_that_is_not_installed_has_a_version(monkeypatch):
     assert run_log.package_versions(["trl"]) == {"trl_ppo_ext": trl_ppo_ext.__version__}
 
 
+@pytest.mark.parametrize("name", ["embed_tokens", "norm"])
+def test_adapter_with_whole_modules_is_merged_after_training(tmp_path, name):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[name])
+    built = trainer(tmp_path, max_steps=1, peft_config=lora, kl_coef=0.1)
+    built.train()
+    expected = logits(built.actor_critic.policy)
+    torch.testing.assert_close(logits(built.model.merge_and_unload()), expected)
+
+
 def test_policy_without_its_adapter_replaces_no_saved_one(tmp_path):
     built = trainer(tmp_path, max_steps=1)
     built.train()
