@@ -195,12 +195,17 @@ def encode_chat(
     return text
 
 
-def encode_completed(prompt: Any, completion: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode_completed(
+    prompt: Any,
+    completion: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any] | None = None,
+) -> list[int]:
     """Token ids of a prompt with a completion, as TRL's `RewardTrainer` builds them, with one
     BOS and one EOS."""
     completion = protected(completion, tokenizer)
     if is_conversational({"prompt": prompt}):
-        return encode_chat(join_messages(prompt, completion), tokenizer, {})
+        return encode_chat(join_messages(prompt, completion), tokenizer, template_kwargs or {})
     start, ids, end = encode_text(prompt + completion, tokenizer)
     eos = tokenizer.eos_token_id
     if not end and eos is not None and ids[-1:] != [eos]:

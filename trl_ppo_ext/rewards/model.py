@@ -4,9 +4,9 @@ base."""
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from transformers import (
 from transformers.utils import logging
 from trl import is_conversational
 
+from ..data import row_template_kwargs
 from ..modeling import ActorCritic
 from ..modeling.adapters import SCORE_HEADS, check_same_base, find_file, read_adapter
 from ..modeling.loading import check_loaded
@@ -34,6 +35,8 @@ from .prefixes import PrefixScores, RewardLevel, prefix_ends
 from .scoring import RewardError, ScoringBatch
 
 logger = logging.get_logger(__name__)
+
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 
 _ROBERTA = re.compile("roberta|camembert|data2vec-text|ibert|longformer|luke|mpnet|xmod")
 
@@ -169,6 +172,15 @@ def padded(
     return input_ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
 
 
+def template_kwargs_of(batch: ScoringBatch, row: int) -> dict[str, Any]:
+    """Tools and chat template arguments of a row, which `RewardTrainer` renders, too; a template
+    among them is the policy's."""
+    columns = {name: x[row] for name, x in batch.columns.items() if name in TEMPLATE_COLUMNS}
+    kwargs = row_template_kwargs(columns, None)
+    kwargs.pop("chat_template", None)
+    return kwargs
+
+
 class SequenceScorer:
     """Scores prompt and completion as one text."""
 
@@ -202,11 +214,14 @@ class SequenceScorer:
         self.policy_tokenizer = policy_tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
 
-    def encode(self, prompts: list, completions: list) -> list[list[int]]:
-        """Tokenize prompts with their completions."""
-        pairs = zip(prompts, completions)
+    def encode(
+        self, prompts: list, completions: list, template_kwargs: Sequence[dict | None] = ()
+    ) -> list[list[int]]:
+        """Tokenize prompts with their completions; chats with arguments of their template."""
+        rows = zip_longest(prompts, completions, template_kwargs)
         return [
-            encode_completed(prompt, completion, self.tokenizer) for prompt, completion in pairs
+            encode_completed(prompt, completion, self.tokenizer, kwargs)
+            for prompt, completion, kwargs in rows
         ]
 
     def score(self, batch: ScoringBatch) -> list[float | PrefixScores | RewardError]:
@@ -216,7 +231,7 @@ class SequenceScorer:
         scores = dict[int, float | PrefixScores | RewardError]()
         for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions)):
             try:
-                (ids,) = self.encode([prompt], [completion])
+                (ids,) = self.encode([prompt], [completion], [template_kwargs_of(batch, row)])
                 if len(ids) > self.context_length:
                     raise ValueError(
                         f"with its prompt it has {len(ids)} tokens of {self.context_length}; lower "

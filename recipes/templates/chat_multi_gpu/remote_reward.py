@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from trl_ppo_ext.rewards import ScoringBatch
 from trl_ppo_ext.rewards.http import HttpReward
-from trl_ppo_ext.rewards.model import pooled_place
+from trl_ppo_ext.rewards.model import pooled_place, template_kwargs_of
 from trl_ppo_ext.text import encode_completed
 
 
@@ -34,7 +34,8 @@ class RemoteReward(HttpReward):
         self.pad_token_id = AutoConfig.from_pretrained(self.model).get_text_config().pad_token_id
 
     def _body(self, batch: ScoringBatch, row: int) -> dict[str, Any]:
-        ids = encode_completed(batch.prompts[row], batch.completions[row], self.tokenizer)
+        kwargs = template_kwargs_of(batch, row)
+        ids = encode_completed(batch.prompts[row], batch.completions[row], self.tokenizer, kwargs)
         return {"input": ids[: pooled_place(ids, self.pad_token_id) + 1], "use_activation": False}
 
     def _read(self, answer: Any) -> float:

@@ -504,6 +504,28 @@ def test_text_that_is_too_long_fails_only_itself():
     )
 
 
+def test_reward_model_reads_the_tools_of_a_row_as_trl_does():
+    """And not its chat template, which is the policy's."""
+    own = byte_tokenizer("qwen3")
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+    prompt = [{"role": "user", "content": "q"}]
+    answer = [{"role": "assistant", "content": "a"}]
+    columns = {
+        "tools": [tools, None],
+        "chat_template_kwargs": [None, {"chat_template": "x", "enable_thinking": False}],
+    }
+    read = []
+    model = llama(vocab_size=300, classifier=True, max_position_embeddings=4096)
+    reward = ClassifierReward(model, own)
+    reward._score = lambda rows: read.extend(rows) or torch.zeros(len(rows))
+    reward.score(ScoringBatch([prompt] * 2, [answer] * 2, [[1]] * 2, columns))
+    by_trl = [
+        own.apply_chat_template(prompt + answer, return_dict=False, **kwargs)
+        for kwargs in ({"tools": tools}, {"enable_thinking": False})
+    ]
+    assert sorted(read) == sorted(by_trl)
+
+
 def test_ranks_run_as_many_forwards_whatever_fails(monkeypatch):
     """Of sharded weights each forward waits for the other ranks."""
     model = llama(classifier=True)
@@ -513,10 +535,10 @@ def test_ranks_run_as_many_forwards_whatever_fails(monkeypatch):
     texts = batch(("w1", " w2"), ("w3", " w4"))
     encode = reward.encode
 
-    def refuses_w3(prompts, completions):
+    def refuses_w3(prompts, *rest):
         if prompts == ["w3"]:
             raise ValueError("refused")
-        return encode(prompts, completions)
+        return encode(prompts, *rest)
 
     expected = reward.score(texts)
     monkeypatch.setattr(reward, "encode", refuses_w3)
