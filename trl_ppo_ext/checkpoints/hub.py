@@ -22,7 +22,8 @@ from transformers.utils import PushInProgress, logging
 
 from ..arguments import as_list
 from ..config import PPOConfig
-from ..modeling.loading import name_of_loader
+from ..modeling.adapters import KINDS
+from ..modeling.loading import model_kwargs, name_of_loader
 from ..redaction import shortened
 from ..tracking.completions import COMPLETIONS
 from ..tracking.reading import REPORT, RUN_LOG
@@ -118,6 +119,13 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
     table = settings | {
         name: getattr(peft_config, name, None) for name in ("r", "lora_alpha", "target_modules")
     }
+    kind = peft_config.peft_type.value
+    given_tags = metadata.pop("tags", None)
+    critic = getattr(actor_critic.value_head, "kind", "none")
+    located = {
+        "revision": peft_config.revision,
+        "subfolder": model_kwargs(trainer.args).get("subfolder"),
+    }
     # which has no order
     table |= {name: sorted(x) for name, x in table.items() if isinstance(x, set)}
     card_data = ModelCardData(
@@ -126,9 +134,7 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
         library_name="peft",
         pipeline_tag="text-generation",
         tags=list(
-            dict.fromkeys(
-                ["trl_ppo_ext", "ppo", "trl", "rlhf", "lora", *as_list(metadata.pop("tags", None))]
-            )
+            dict.fromkeys(["trl_ppo_ext", "ppo", "trl", "rlhf", kind.lower(), *as_list(given_tags)])
         ),
         **metadata,
     )
@@ -139,17 +145,18 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
         base_model=json.dumps(base_model if on_hub else BASE_COPY),  # a Python string
         base_name=_text(base_model),
         loader=name_of_loader(actor_critic.policy.get_base_model()),
-        revision=f", revision={json.dumps(peft_config.revision)}" if peft_config.revision else "",
+        located="".join(f", {name}={json.dumps(x)}" for name, x in located.items() if x),
         base_link=quote(base_model),
         on_hub=on_hub,
         adapter=json.dumps(shown, ensure_ascii=not shown.isprintable()),
         adapter_on_hub=adapter_on_hub,
         rewards=", ".join(f"`{_one_line(name)}`" for name in rewards),
-        adapter_type=peft_config.peft_type.value,
+        adapter_type=kind,
         reference="a frozen copy of the adapter it started from"
         if actor_critic.reference_adapter
         else "adapter off",
-        critic=settings["critic"],
+        critic=critic,
+        loads_critic=critic in KINDS,
         settings={name: _text(value) for name, value in table.items() if value is not None},
         metrics={_one_line(name): f"{logged[name]:.4g}" for name in metrics},
         when=when,

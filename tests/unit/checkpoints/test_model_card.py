@@ -1,14 +1,16 @@
 """The card of an adapter: metrics, provenance of base and data, code that loads it."""
 
+import os
 import re
+import shutil
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from peft import LoraConfig, PeftConfig
+from peft import IA3Config, LoraConfig, PeftConfig
 from tiny import config, length_reward, llama, prompts, tokenizer
 
-from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext import Critic, PPOTrainer
 from trl_ppo_ext.checkpoints.hub import BASE_COPY, model_card
 
 IDS = torch.tensor([[2, 5, 9, 11, 4, 17]])
@@ -26,6 +28,19 @@ def run(tmp_path_factory):
     built.train()
     built.save_model()
     return built, folder, str(base)
+
+
+class Mine(Critic):
+    """A critic of one's own: one value for all tokens."""
+
+    kind = "mine"
+
+    def __init__(self):
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs):
+        return self.value.expand(len(inputs))
 
 
 def logits(model):
@@ -62,6 +77,28 @@ def test_adapter_and_card_name_the_revision_of_the_base(run, tmp_path):
     args = config(tmp_path / "main")
     built = PPOTrainer(base, length_reward, args, prompts())
     assert "revision" not in str(model_card(built, tmp_path))
+
+
+def test_card_names_kind_of_adapter_critic_and_place_of_the_base(run, tmp_path):
+    _, _, base = run
+    os.symlink(base, tmp_path / "sub")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{base}/{name}", tmp_path)
+    args = config(tmp_path / "run", model_init_kwargs={"subfolder": "sub"})
+    ia3 = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    built = PPOTrainer(
+        str(tmp_path),
+        length_reward,
+        args,
+        prompts(),
+        processing_class=tokenizer(),
+        peft_config=ia3,
+        critic_factory=lambda policy: Mine(),
+    )
+    card = model_card(built, str(tmp_path / "run"))
+    assert "ia3" in card.data.tags and "lora" not in card.data.tags
+    assert "as critic (kind `mine`)." in card.text
+    assert 'from_pretrained(base, subfolder="sub")' in card.text
 
 
 def test_card_of_the_best_checkpoint_has_its_metrics(tmp_path):
