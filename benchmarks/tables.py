@@ -23,6 +23,7 @@ import real
 import reward_levels
 import textworld_games
 import told
+from student import margin
 
 PAGES = [HERE / "README.md", HERE / "NOTES.md"]
 # names in statistics.json
@@ -32,6 +33,7 @@ BEFORE_TODAY = (
     "with trusted values as they are",
     "less the mean of others at a place",
 )
+SEVERAL = 3  # values, from which on there are intervals
 PLACE = re.compile(r"(<!-- (\w+\.json) -->\n\n)(?:\|.*\n)*\n*")
 
 
@@ -140,25 +142,43 @@ def gpu(measured: dict) -> str:
 
 def statistics_of_today(measured: list[dict]) -> str:
     """Runs of the arena with today's defaults: where λ is 1, those of the states before are the
-    same."""
-    runs: dict[tuple[str, str, str], dict[int, float]] = {}
+    same. Beside them, the ends of PPO's and GRPO's runs with earlier defaults."""
+    runs: dict[tuple[str, str, str], dict[int, list[float]]] = {}
     for run in measured:
         is_same = run["code"] in BEFORE_TODAY and set(run.get("lam", ())) == {1.0}
         has_defaults = "lam" not in run["rival"] and (run["code"] == TODAY or is_same)
         if run["task"] not in arena.LENGTHS or not has_defaults:
             continue
-        level = f"{run['lam'][0]:g}"
-        mean = statistics.mean(run.get("success", run["shares"]))
-        runs.setdefault((run["task"], run["rival"], level), {})[run["seed"]] = mean
-    rows = [
-        [
-            *key,
-            ", ".join(map(str, sorted(means))),
-            ", ".join(f"{means[x]:.3f}" for x in sorted(means)),
-        ]
-        for key, means in sorted(runs.items())
-    ]
-    return markdown("task, rival, λ, seeds, mean of the run by seed", rows)
+        key = run["task"], run["rival"], f"{run['lam'][0]:g}"
+        runs.setdefault(key, {})[run["seed"]] = run.get("success", run["shares"])
+    earlier = ends_of(json.loads(arena.RESULTS.read_text()))
+    rows = []
+    for (task, rival, level), curves in sorted(runs.items()):
+        means = [statistics.mean(curve) for curve in curves.values()]
+        ends = [statistics.mean(curve[-3:]) for curve in curves.values()]
+        seeds = ", ".join(map(str, sorted(curves)))
+        before = [earlier.get((task, name), "") for name in (rival, "GRPO")]
+        rows.append([task, rival, level, seeds, interval(means), interval(ends), *before])
+    return markdown(
+        "task, rival, λ, seeds, mean of the run:, last 3 rollouts:, earlier defaults:, GRPO:", rows
+    )
+
+
+def ends_of(runs: list[dict]) -> dict[tuple[str, str], str]:
+    """Mean of the last three rollouts with its interval, by task and rival of the arena."""
+    ends: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        if run["seed"] in arena.SEEDS:
+            end = statistics.mean(run["shares"][-3:])
+            ends.setdefault((run["task"], run["rival"]), []).append(end)
+    return {pair: interval(values) for pair, values in ends.items()}
+
+
+def interval(values: list[float]) -> str:
+    """Mean with its 95 % interval, from three values on."""
+    if len(values) < SEVERAL:
+        return ", ".join(f"{x:.2f}" for x in values)
+    return f"{statistics.mean(values):.2f} ± {margin(values):.2f}"
 
 
 TABLES = {

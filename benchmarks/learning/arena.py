@@ -106,6 +106,7 @@ RIVALS = {
     "PPO, lam 1": DEFAULT | {"lam": 1.0},
     "PPO, lam 0.8": DEFAULT | {"lam": 0.8},
     "PPO, in groups": DEFAULT | {"num_generations": 8},
+    "PPO, linear": DEFAULT | {"lr_scheduler_type": "linear"},  # the default schedule
     PER_STEP: DEFAULT,
 }
 COLORS = {
@@ -285,13 +286,13 @@ def trainer_of(
         rollouts = LONG.get(task_name, ROLLOUTS)
     rollout = rollout_of(task_name)
     task = Task(task_name, seed, watch)
+    schedule = {"lr_scheduler_type": "constant"}
     args = PPOConfig(
         directory,
         seed=seed,
         use_cpu=True,
         bf16=False,
         learning_rate=rate,
-        lr_scheduler_type="constant",
         per_device_train_batch_size=rollout // MINIBATCHES,
         num_mini_batches=MINIBATCHES,
         num_ppo_epochs=EPOCHS,
@@ -304,7 +305,7 @@ def trainer_of(
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **settings_of(task_name, rival, rate),
+        **schedule | settings_of(task_name, rival, rate),
     )
     adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     if environment:
