@@ -192,7 +192,11 @@ def run_with_a_card(args, base_model, adapter, rewards, history, peft_config):
         logs_before_best=0,
         args=args,
         actor_critic=SimpleNamespace(
-            config=config, policy=policy, policy_adapter="policy", reference_adapter=None
+            config=config,
+            policy=policy,
+            policy_adapter="policy",
+            reference_adapter=None,
+            value_head=SimpleNamespace(kind=args.critic),
         ),
         hub_model_id=adapter,
         reward_func_names=rewards,

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -934,12 +935,13 @@ class PPOTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         load = partial(super()._load_optimizer_and_scheduler, checkpoint)
-        if checkpoint is not None and "optim" in self._change.listed:
-            load = partial(resume.load_schedule, self.lr_scheduler, checkpoint)
-        if self._change.listed:
-            resume.load_under_own_rates(self.optimizer, self.lr_scheduler, load)
-        else:
-            load()
+        with ExitStack() as stack:
+            if "optim" in self._change.listed:
+                stack.enter_context(resume.with_new_optimizer(self.optimizer))
+            if self._change.listed:
+                resume.load_under_own_rates(self.optimizer, self.lr_scheduler, load)
+            else:
+                load()
 
     def _load_callback_state(self) -> None:
         """Leave callbacks to [`_StepCallback`]: the Trainer would replace the script's objects

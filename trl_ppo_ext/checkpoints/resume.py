@@ -322,10 +322,15 @@ def usable_progress(checkpoint: Checkpoint, played: Tensor) -> Progress:
     return progress
 
 
-def load_schedule(scheduler: Any, directory: str) -> None:
-    """Load the state of the schedule, for an optimizer that another one's state does not fit."""
+@contextmanager
+def with_new_optimizer(optimizer: Any) -> Iterator[None]:
+    """Context in which an optimizer loads nothing: the state of another one does not fit."""
     logger.warning("`optim` is another one: its state begins anew, and the schedule goes on.")
-    scheduler.load_state_dict(torch.load(os.path.join(directory, SCHEDULER_NAME)))
+    optimizer.load_state_dict = lambda state: None
+    try:
+        yield
+    finally:
+        del optimizer.load_state_dict  # that of its class again
 
 
 def load_under_own_rates(
