@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -56,7 +55,7 @@ from .ppo.metrics import Metrics, check_best_metric
 from .ppo.progress import Progress
 from .ppo.rollouts import Components, Samples, collect, sample
 from .ppo.state import RunState
-from .ppo.updates import MicroBatch, Updates, set_learning_rate
+from .ppo.updates import MicroBatch, Updates, set_apart
 from .private_names import warn_of_missing_names
 from .rewards import (
     ClassifierReward,
@@ -596,7 +595,7 @@ class PPOTrainer(Trainer):
         optimizer = super().create_optimizer(model)
         # always groups of its own: a resumed run may set another rate
         if not exists:
-            set_learning_rate(optimizer, self.actor_critic.critic_parameters(), learning_rate)
+            set_apart(optimizer, self.actor_critic.critic_parameters(), learning_rate)
         # as schedules that count steps record it; a resumed run under another rate reads it
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -935,13 +934,12 @@ class PPOTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         load = partial(super()._load_optimizer_and_scheduler, checkpoint)
-        with ExitStack() as stack:
-            if "optim" in self._change.listed:
-                stack.enter_context(resume.with_new_optimizer(self.optimizer))
-            if self._change.listed:
-                resume.load_under_own_rates(self.optimizer, self.lr_scheduler, load)
-            else:
-                load()
+        if "optim" in self._change.listed and not self.is_deepspeed_enabled:
+            load = partial(resume.load_without_optimizer, self.optimizer, load)
+        if self._change.listed:
+            resume.load_under_own_rates(self.optimizer, self.lr_scheduler, load)
+        else:
+            load()
 
     def _load_callback_state(self) -> None:
         """Leave callbacks to [`_StepCallback`]: the Trainer would replace the script's objects

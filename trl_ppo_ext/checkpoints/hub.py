@@ -116,15 +116,15 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
     metrics = [prefix + name for prefix in prefixes for name in names if prefix + name in logged]
 
     # 3. the card
-    table = settings | {
-        name: getattr(peft_config, name, None) for name in ("r", "lora_alpha", "target_modules")
-    }
     kind = peft_config.peft_type.value
     given_tags = metadata.pop("tags", None)
     critic = getattr(actor_critic.value_head, "kind", "none")
     located = {
         "revision": peft_config.revision,
         "subfolder": model_kwargs(trainer.args).get("subfolder"),
+    }
+    table = settings | {
+        name: getattr(peft_config, name, None) for name in ("r", "lora_alpha", "target_modules")
     }
     # which has no order
     table |= {name: sorted(x) for name, x in table.items() if isinstance(x, set)}

@@ -322,13 +322,12 @@ def usable_progress(checkpoint: Checkpoint, played: Tensor) -> Progress:
     return progress
 
 
-@contextmanager
-def with_new_optimizer(optimizer: Any) -> Iterator[None]:
-    """Context in which an optimizer loads nothing: the state of another one does not fit."""
+def load_without_optimizer(optimizer: Any, load: Callable[[], None]) -> None:
+    """Load the state of the schedule only: that of another optimizer does not fit."""
     logger.warning("`optim` is another one: its state begins anew, and the schedule goes on.")
     optimizer.load_state_dict = lambda state: None
     try:
-        yield
+        load()
     finally:
         del optimizer.load_state_dict  # that of its class again
 

@@ -23,6 +23,7 @@ logger = logging.get_logger(__name__)
 
 # float64 has 53 bits, and shares of a vocabulary sum to at most 2^51
 FIXED_POINT = 2.0**50
+MOST_GRAPHS = 256  # that are kept at a time
 
 
 # ---- from logits to a token ----
@@ -65,8 +66,6 @@ def score_filters(config: GenerationConfig) -> LogitsProcessorList:
 
 
 # ---- a token of each row ----
-
-MOST_GRAPHS = 256  # that are kept at a time
 
 
 class StaticStep:

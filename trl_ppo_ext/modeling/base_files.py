@@ -42,8 +42,8 @@ def check_base_is_in_its_files(model: Any) -> None:
             f"`model` must have the weights of its files in `{name}`, which its adapter will name "
             f"as the base, got {len(differing)} others, e.g. `{differing[0]}`. If you merged an "
             "adapter or resized the embedding, save the model with its tokenizer by "
-            "`save_pretrained`, and load it from there. An adapter that changes the base when it "
-            "begins, e.g. PiSSA, is not supported."
+            "`save_pretrained`, and load it from there. An adapter that changes the base, e.g. PiSSA "
+            "or one that was saved with an embedding, is not supported."
         )
 
 

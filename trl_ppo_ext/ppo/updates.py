@@ -321,7 +321,7 @@ class Updates:
         self.stopped_early = unfinished.stopped_early
 
 
-def set_learning_rate(
+def set_apart(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     learning_rate: float | None,

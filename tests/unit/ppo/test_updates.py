@@ -14,7 +14,7 @@ from trl_ppo_ext.batch_plan import BatchPlan
 from trl_ppo_ext.modeling import TokenScores
 from trl_ppo_ext.ppo.metrics import Metrics
 from trl_ppo_ext.ppo.rollouts import cut, micro_batches
-from trl_ppo_ext.ppo.updates import Updates, loss_denominators, ppo_loss, set_learning_rate
+from trl_ppo_ext.ppo.updates import Updates, loss_denominators, ppo_loss, set_apart
 
 CLIP = {"cliprange": (0.2, 0.3)}
 VARIANTS = {
@@ -513,12 +513,16 @@ def test_value_weights_scale_the_value_loss_only():
     close(loss - plain, difference)
 
 
-def test_set_learning_rate_moves_parameters_to_their_own_group():
+def test_parameters_are_set_apart_in_groups_with_their_own_rate():
     a, b, c = (torch.nn.Parameter(torch.ones(1)) for _ in range(3))
     groups = [{"params": [a, b], "weight_decay": 0.1}, {"params": [c], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    set_learning_rate(optimizer, {"b": b, "c": c}, 1e-2)
+    set_apart(optimizer, {"b": b, "c": c}, 1e-2)
     settings = {
         id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]
     }
     assert settings == {id(a): (1e-3, 0.1), id(b): (1e-2, 0.1), id(c): (1e-2, 0.0)}
+    # without a rate of their own, in as many groups
+    optimizer = torch.optim.AdamW([a, b, c], lr=1e-3)
+    set_apart(optimizer, {"b": b, "c": c}, None)
+    assert [(len(x["params"]), x["lr"]) for x in optimizer.param_groups] == [(1, 1e-3), (2, 1e-3)]
