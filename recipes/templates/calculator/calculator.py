@@ -17,8 +17,8 @@ OPERATORS = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-# also in Markdown or with a dollar, but not the begin of 12 - 5 = 7, 1/2, 3:00 or 1e3
-_ANSWER = re.compile(r"####[\s*`$]*(-?)[\s$]*((?>[\d,]*\.?\d+))(?!\s*[-+*/:=^×÷]\s*\d|[eE]\d)")
+# also in Markdown or with a dollar, but not the beginning of 12 - 5 = 7, 1/2, 3:00 or 1e3
+_ANSWER = re.compile(r"####[\s*`$]*(-?)\$?((?>[\d,]*\.?\d+))(?!\s*[-+*/:=^×÷]\s*\d|[eE]\d)")
 
 
 def calculate(expression: str) -> str:

@@ -3,8 +3,8 @@
 import re
 
 INSTRUCTION = "Think step by step. End with only the answer, as a number, after ####."
-# also in Markdown or with a dollar, but not the begin of 12 - 5 = 7, 1/2, 3:00 or 1e3
-_ANSWER = re.compile(r"####[\s*`$]*(-?)[\s$]*((?>[\d,]*\.?\d+))(?!\s*[-+*/:=^×÷]\s*\d|[eE]\d)")
+# also in Markdown or with a dollar, but not the beginning of 12 - 5 = 7, 1/2, 3:00 or 1e3
+_ANSWER = re.compile(r"####[\s*`$]*(-?)\$?((?>[\d,]*\.?\d+))(?!\s*[-+*/:=^×÷]\s*\d|[eE]\d)")
 
 
 def to_prompt(row: dict) -> dict[str, list[dict[str, str]]]:
