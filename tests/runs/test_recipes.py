@@ -319,8 +319,9 @@ def test_gsm8k_rewards_parse_answers(monkeypatch):
     same = ("#### **18**", "#### `18`", "#### $18.00.", "#### 18 eggs", "#### 18 - that is all")
     assert {number(text) for text in same} == {18.0}
     assert {number(text) for text in ("#### -$5", "#### $-5", "#### \u22125")} == {-5.0}
-    more = ("#### 12 - 5 = 7", "#### 1/2", "#### 3:00", "#### 1e3", "#### 2 * 3", "#### - 5", "#### $")
-    assert {number(text) for text in more} == {None}
+    terms = ("#### 12 - 5 = 7", "#### 1/2", "#### 3:00", "#### 1e3", "#### 2 * 3")
+    no_digit_at_the_start = ("#### - 5", "#### $")
+    assert {number(text) for text in (*terms, *no_digit_at_the_start)} == {None}
     said = [
         [{"role": "assistant", "content": text}] for text in ("so #### 4", "so 4", "so #### 5", "")
     ]
