@@ -12,7 +12,7 @@ from runs_of_tiny import rollouts_of, weights
 from scripted import call, write_turns
 from tiny import byte_tokenizer, config, llama, prompts, tokenizer
 
-from trl_ppo_ext import PPOTrainer, StepResult
+from trl_ppo_ext import PPOTrainer, RewardError, StepResult
 from trl_ppo_ext.rewards import scoring
 
 TIMEOUT = 0.5
@@ -157,6 +157,73 @@ def test_hostile_plain_environments_are_counted_and_skipped(tmp_path, monkeypatc
     # NaN and too much are scores
     assert [entry["episodes/failed"] for entry in logs] == [len(first) - 2] * 2
     assert all(row["prompt"] for row in run.train_dataset)
+
+
+class Fragile:
+    """Environment whose `reset` fails for one row, before it has what a reward function reads."""
+
+    def reset(self, row, seed):
+        if row["target"] == 3:
+            raise OSError("connection lost")
+        self.total = row["target"]
+
+    def step(self, text):
+        return "", 0.0, True
+
+
+def total(environments, log_extra, **kwargs):
+    log_extra("total", [environment.total for environment in environments])
+    return [float(environment.total) for environment in environments]
+
+
+async def total_later(environments, **kwargs):
+    return [float(environment.total) for environment in environments]
+
+
+def fragile_run(output_dir, reward, **settings):
+    sizes = {"per_device_train_batch_size": 7, "num_mini_batches": 1, "max_steps": 1}
+    return PPOTrainer(
+        llama(),
+        reward,
+        args=config(output_dir, **sizes | settings),
+        train_dataset=prompts(7),
+        processing_class=tokenizer(),
+        environment_factory=Fragile,
+    )
+
+
+@pytest.mark.parametrize("reward", [total, total_later])
+def test_reward_functions_get_the_episodes_that_did_not_fail(tmp_path, reward):
+    run = fragile_run(tmp_path, reward, reward_on_error="skip")
+    [(_, samples)] = (rollouts_of(run), run.train())[0]
+    targets = [episode.columns["target"] for episode in samples.batch.episodes]
+    scored = samples.scored
+    assert sorted(targets) == list(range(7))
+    assert scored.usable.tolist() == [target != 3 for target in targets]
+    assert scored.totals.tolist() == [0.0 if target == 3 else target for target in targets]
+    assert not scored.failed[:, 0].any()
+    if reward is total:
+        expected = [None if target == 3 else target for target in targets]
+        assert samples.extra["total"] == expected
+
+
+def test_environment_alone_takes_an_empty_list_of_weights(tmp_path):
+    rows = prompts(7).filter(lambda row: row["target"] != 3)
+    sizes = {"per_device_train_batch_size": 6, "num_mini_batches": 1, "max_steps": 1}
+    run = PPOTrainer(
+        llama(),
+        args=config(tmp_path, reward_weights=[], **sizes),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        environment_factory=Fragile,
+    )
+    run.train()
+    assert run.components.reward_weights == [1.0]
+
+
+def test_error_of_an_environment_is_not_hidden_by_that_of_a_reward_function(tmp_path):
+    with pytest.raises(RewardError, match="`Fragile` failed with OSError: connection lost"):
+        fragile_run(tmp_path, total).train()
 
 
 # ---- environments with tools ----

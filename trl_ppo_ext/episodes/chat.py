@@ -9,7 +9,7 @@ from transformers.utils import logging
 from trl import add_response_schema, get_training_chat_template, supports_tool_calling
 
 from ..data import PromptError
-from ..text import encode_chat, encode_marked, protected
+from ..text import MARK, encode_chat, encode_marked, protected
 
 logger = logging.get_logger(__name__)
 
@@ -105,7 +105,9 @@ class ChatFormat:
         turn: dict[str, Any] = {"role": "assistant", "content": "dummy"}
         # some templates repeat the name of the call in the header of its response
         if messages[0]["role"] == "tool":
-            call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
+            function = {"name": messages[0]["name"], "arguments": {}}
+            # its id is of no answer: templates that look for one by its id take the answer's name
+            call = {"type": "function", "id": "dummy", "function": function}
             turn |= {"content": "", "tool_calls": [call]}
         opened = template_kwargs | {"add_generation_prompt": True}
         header = encode_chat([_QUESTION], self.tokenizer, opened)
@@ -126,7 +128,8 @@ class ChatFormat:
         if sum(map(len, texts)) > CHARACTERS * room:
             return [0] * (room + 1)  # the caller drops what does not fit
         if template_kwargs is None:  # the conversation is text
-            return self.encoded("".join(texts))
+            # after a mark: some tokenizers write a space before what they take for the beginning
+            return encode_marked(MARK + protected("".join(texts), self.tokenizer), self.tokenizer)
         # only what follows a turn is rendered, after a stand-in for it: sampled ids are never
         # tokenized again
         marked = protected(messages, self.tokenizer, template_kwargs.get("chat_template"))

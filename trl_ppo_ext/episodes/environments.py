@@ -6,6 +6,7 @@ import inspect
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from copy import deepcopy
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -76,6 +77,11 @@ class ToolEnvironment:
         methods = [getattr(instance, name) for name in names]
         self.tools: dict[str, Callable] = {}
         for tool in list(tools) + list(methods):
+            if not (callable(tool) and hasattr(tool, "__name__")):
+                raise TypeError(
+                    f"`tools` must be functions, got {shortened(repr(tool), 80)}; wrap it in a "
+                    "`def` with type hints and a docstring."
+                )
             if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
                 raise TypeError(
                     f"A tool must return its result, got the generator `{tool.__name__}`; use "
@@ -118,7 +124,7 @@ class ToolEnvironment:
         try:
             signature.bind(**dict.fromkeys(columns))
         except TypeError as error:
-            raise TypeError(
+            raise ValueError(
                 f"`reset` of the environment `{type(self.instance).__name__}` must take each "
                 f"column by name, got {signature} for the columns {sorted(columns)}; end its "
                 "parameters with `**columns`, and add a missing column."
@@ -165,7 +171,8 @@ class ToolEnvironment:
                 raise ValueError(f"Unsupported tool call type: {call.get('type')}")
             if tool is None:
                 raise ValueError(f"Tool {call['function']['name']} not found.")
-            result = await called(tool, **call["function"]["arguments"])
+            # a tool may change them, and the transcript holds what the policy wrote
+            result = await called(tool, **deepcopy(call["function"]["arguments"]))
             # of a function that is no generator itself
             if isinstance(result, Iterator | AsyncIterator):
                 raise TypeError(f"A tool must return its result, got a {type(result).__name__}.")
@@ -263,7 +270,7 @@ class TextEnvironment:
         try:
             self.signature.bind(**self._arguments(dict.fromkeys(columns), 0))
         except TypeError as error:
-            raise TypeError(
+            raise ValueError(
                 f"`reset` of the environment `{type(self.instance).__name__}` must take `row` (a "
                 f"dict of the columns) and `seed`, or columns by name, got {self.signature} for "
                 f"the columns {sorted(columns)}; use `reset(self, row, seed)`, or "
@@ -355,7 +362,7 @@ class Kind:
         with guarded(self.made[trains], device):
             instance = self.factory()
         if not callable(getattr(instance, "reset", None)):
-            raise TypeError(
+            raise ValueError(
                 f"`environment_factory` must return an object with `reset`, got {instance!r}."
             )
         type_ = type(instance.unwrapped if hasattr(type(instance), "unwrapped") else instance)
@@ -388,6 +395,8 @@ class Environments:
                 "`rollout_func` samples whole episodes; remove `tools` and `environment_factory`."
             )
         self.rollout_func = rollout_func
+        if factory == {}:
+            raise ValueError("`environment_factory` must name an environment, got {}; name one.")
         self.by_name = isinstance(factory, dict)
         # columns that `reset` does not get
         self.hidden = TOKEN_COLUMNS | ({"environment"} if self.by_name else set())
@@ -534,5 +543,8 @@ class EnvironmentReward:
                 f"The environment `{self.name}` failed with {type(error).__name__}: "
                 f"{shortened(error)}"
             )
-        last = [] if reward is None else [(len(episode.completion_ids) - 1, reward)]
+        last = []
+        if reward is not None:
+            last = [(len(episode.completion_ids) - 1, reward)]
+            episode.bootstraps = False  # a limit may have ended it, and this is what it earned
         return episode.rewards + last or None

@@ -276,7 +276,8 @@ class EnvironmentPlayer(Player):
                 ids = ids[-limit:]
             if not 0 < len(ids) <= limit:
                 raise PromptError(
-                    f"the prompt with the observation has {len(ids)} tokens, but {limit} fit"
+                    f"the prompt with its tools and the observation has {len(ids)} tokens, but "
+                    f"{limit} fit"
                 )
             episode.prompt = prompt
             episode.prompt_ids = ids

@@ -210,7 +210,9 @@ class Components:
     def reward_weights(self) -> list[float] | None:
         """Weight of each reward; those of environments come last, with weight 1 as in TRL."""
         weights = self.args.reward_weights
-        return weights and list(weights) + [1.0] * (len(self.rewards) - len(weights))
+        if weights is None:
+            return None
+        return list(weights) + [1.0] * (len(self.rewards) - len(weights))
 
     def all_sum(self, x: Tensor) -> Tensor:
         """Sum over ranks."""

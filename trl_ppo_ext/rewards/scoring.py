@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import chdir, contextmanager, suppress
 from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -58,6 +58,40 @@ class ScoringBatch:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    @property
+    def played(self) -> list[int]:
+        """Completions whose environment has not failed."""
+        failed = {row for row, episode in enumerate(self.episodes) if episode.error is not None}
+        return [row for row in range(len(self)) if row not in failed]
+
+    def only(self, rows: list[int]) -> "ScoringBatch":
+        """A part of the batch; what is logged of it is `None` at the others."""
+
+        def log_extra(column: str, values: list) -> None:
+            self.log_extra(column, spread(values, rows, len(self)))
+
+        def part(entries: Sequence) -> list:
+            return [entries[row] for row in rows]
+
+        return replace(
+            self,
+            prompts=part(self.prompts),
+            completions=part(self.completions),
+            completion_ids=part(self.completion_ids),
+            columns={name: part(entries) for name, entries in self.columns.items()},
+            episodes=part(self.episodes),
+            log_extra=log_extra,
+        )
+
+
+def spread(entries: Any, rows: list[int], size: int) -> Any:
+    """Entries of some rows among all, `None` at the others; as they are if their number is
+    wrong."""
+    if not hasattr(entries, "__len__") or len(entries) != len(rows):
+        return entries
+    by_row = dict(zip(rows, entries))
+    return [by_row.get(row) for row in range(size)]
+
 
 class Reward(Protocol):
     """Named scorer of a batch.
@@ -81,6 +115,18 @@ class FunctionReward:
         self.name = function_name(function)
 
     def score(self, batch: ScoringBatch) -> Any:
+        """Call the function with the episodes that did not fail."""
+        rows = batch.played
+        if len(rows) == len(batch):
+            return self._call(batch)
+        if not rows:
+            return [None] * len(batch)
+        entries = self._call(batch.only(rows))
+        if inspect.isawaitable(entries):
+            return _spread_later(entries, rows, len(batch))
+        return spread(entries, rows, len(batch))
+
+    def _call(self, batch: ScoringBatch) -> Any:
         """Call the function with what TRL passes."""
         passed = {name: getattr(batch, name) for name in REWARD_ARGUMENTS} | batch.columns
         # a function may change its input, which other rewards, other completions of the prompt and
@@ -95,6 +141,10 @@ class FunctionReward:
         if isinstance(result, Iterator):
             return list(result)
         return result
+
+
+async def _spread_later(entries: Awaitable, rows: list[int], size: int) -> Any:
+    return spread(await entries, rows, size)
 
 
 def function_name(function: Callable) -> str:
@@ -112,6 +162,7 @@ class Scores(NamedTuple):
     tokens: Tensor
     # [batch, response] True where the reward may enter: all tokens of a list, or those of pairs
     places: Tensor
+    is_whole: Tensor  # [batch] True if the score is a number for the completion as a whole
     failures: dict[int, RewardError]  # errors by completion
     # [batch, 1 + response], score of the prompt and of each prefix that has one; NaN elsewhere
     prefixes: Tensor
@@ -154,6 +205,7 @@ def read_scores(
     tokens = torch.full((expected, max(lengths)), torch.nan, dtype=torch.float32)
     places = torch.zeros_like(tokens, dtype=torch.bool)
     prefixes = torch.full((expected, 1 + max(lengths)), torch.nan, dtype=torch.float32)
+    is_whole = torch.zeros(expected, dtype=torch.bool)
     failures = {}
     for index, (entry, length) in enumerate(zip(map(_without_array, entries), lengths)):
         if isinstance(entry, RewardError):
@@ -170,13 +222,16 @@ def read_scores(
                     f"The reward `{name}` returned {cause} for completion {index}{remedy}"
                 )
                 continue
+            is_whole[index] = not isinstance(entry, list | tuple)
             if isinstance(entry, PrefixScores):
                 prefixes[index, 0] = entry.prompt
                 prefixes[index, 1:] = tokens[index].where(places[index], torch.nan)
                 tokens[index] = 0
                 tokens[index, length - 1] = prefixes[index, length]
-                places[index] = False  # unless its changes are paid
-    return Scores(tokens, places, failures, prefixes)
+                # unless its changes are paid
+                is_whole[index] = True
+                places[index] = False
+    return Scores(tokens, places, is_whole, failures, prefixes)
 
 
 def _without_array(entry: Any) -> Any:
@@ -241,6 +296,7 @@ class Scored(NamedTuple):
     usable: Tensor  # [batch] False if the completion is skipped: a reward failed, or none applies
     failed: Tensor  # [batch, rewards] True if a reward failed
     unpaid: Tensor  # [batch] part of the sum that no token earned
+    is_whole: Tensor  # [batch], on the CPU, True if a reward scored the completion as a whole
     # by name of a reward whose prefixes have scores, with those of earlier rollouts
     foresight: dict[str, Foresight]
 
@@ -333,9 +389,11 @@ def score_all(
     foresights = {}
     places = torch.stack([scores.places for scores in all_scores]).any(0)
     places = places.to(device, non_blocking=True)
+    is_whole = torch.zeros(len(batch), dtype=torch.bool)
     for index, (reward, scores) in enumerate(zip(rewards, all_scores)):
         weight = 1.0 if weights is None else weights[index]
         own = scores.tokens.nan_to_num(0.0).to(device, non_blocking=True)
+        whole = scores.is_whole & (weight != 0)
         if getattr(reward, "level", "end") in ("token", "turn"):
             prefixes = scores.prefixes.to(device, non_blocking=True)
             changes = pay_changes(prefixes, foresight.get(reward.name, UNKNOWN), all_sum)
@@ -343,7 +401,9 @@ def score_all(
             unpaid += weight * changes.unpaid
             places = places | changes.places
             foresights[reward.name] = changes.foresight
+            whole = whole & ~scores.prefixes.isfinite().any(1)
         tokens += weight * own
+        is_whole |= whole
     return Scored(
         rewards=totals.to(device, non_blocking=True),
         tokens=tokens * usable[:, None],
@@ -351,6 +411,7 @@ def score_all(
         usable=usable,
         failed=failed.to(device, non_blocking=True),
         unpaid=unpaid * usable,
+        is_whole=is_whole,
         foresight=foresights,
     )
 

@@ -1,5 +1,7 @@
 """What an environment writes is encoded once; ids before it never change."""
 
+import re
+
 import pytest
 from tiny import byte_tokenizer, tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -196,6 +198,29 @@ def test_text_follows_text_without_a_template():
     ) == [5, 6]
     with pytest.raises(ValueError, match="need chat messages as prompts, got text"):
         ChatFormat(tokenizer(), None, conversational=False, with_tools=True)
+
+
+@pytest.mark.parametrize("observation", ["\n>>> ", " You", "w"])
+def test_text_that_follows_has_no_space_of_a_beginning(observation):
+    encode = sentencepiece_like()
+    chat = ChatFormat(encode, None, conversational=False, with_tools=False)
+    turn = encode("1+1", add_special_tokens=False)["input_ids"]
+    messages = [{"role": "user", "content": observation}]
+    ids = chat.following(turn, messages, None, frozenset({1}), 50)
+    assert encode.decode([*turn, *ids]) == f"1+1{observation}"
+
+
+@pytest.mark.parametrize("template", ["gemma4", "gemma4_v3", "gemma4_v5", "qwen3", "glm4moe"])
+def test_each_answer_has_the_name_of_its_tool(template):
+    """Some templates find the call of an answer by its id, which answers here have not."""
+    chat, _ = opened(template)
+    results = [*RESULT, {"role": "tool", "name": "mul", "content": "4"}]
+    stops = frozenset(chat.tokenizer.all_special_ids)
+    text = chat.tokenizer.decode(chat.following([0], results, chat.template_kwargs, stops, 1000))
+    assert text.index("3") < text.index("4")
+    names = re.findall("add|mul", text)
+    assert names in ([], ["add", "mul"])
+    assert names or not template.startswith("gemma4")
 
 
 # delimiters, the token that ends a turn, what a web page could say, and how a prompt of two

@@ -195,6 +195,26 @@ def test_tools_of_all_episodes_and_of_a_turn_run_together():
         ]
 
 
+def lowest(prices: list[int]) -> str:
+    """
+    Return the lowest price.
+
+    Args:
+        prices: All prices.
+    """
+    prices.sort()
+    return str(prices.pop(0))
+
+
+def test_tool_that_changes_its_argument_does_not_change_what_was_called():
+    rows = rows_of("alpha")
+    player = player_of({"alpha": [call("lowest", prices=[5, 3, 9]), "3"]}, rows, tools=[lowest])
+    [episode] = played(player, rows)
+    called, answer, _ = episode.messages[-3:]
+    assert called["tool_calls"][0]["function"]["arguments"] == {"prices": [5, 3, 9]}
+    assert answer["content"] == "3"
+
+
 def test_iterations_are_limited():
     rows = rows_of("alpha")
     for limit, turns in ((0, 1), (2, 3)):
@@ -560,7 +580,7 @@ def test_reset_that_names_no_column_raises_before_training():
         r"`reset` of the environment `Misnamed` must take `row` .*, got \(question, seed=None\) "
         r"for the columns \['prompt', 'secret'\]; use `reset\(self, row, seed\)`"
     )
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(ValueError, match=message):
         environments.checked(Dataset.from_list(rows))
 
 
@@ -574,7 +594,7 @@ def test_reset_beside_tools_that_lacks_columns_raises_before_training():
         r"the columns \['prompt', 'secret'\]; end its parameters with `\*\*columns`"
     )
     rows = Dataset.from_list(rows_of("alpha", secret=["a"]))
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(ValueError, match=message):
         Environments(None, Narrow).checked(rows)
     Environments([add]).checked(rows)
 
@@ -796,6 +816,8 @@ def increment(step: int) -> str:
             "Tools must have distinct names, got two of the name `increment`",
         ),
         ([add, wraps(add)(lambda a, b: a)], None, ValueError, "two of the name `add`"),
+        ([partial(add, b=1)], None, TypeError, "`tools` must be functions, got functools.partial"),
+        ([{"type": "function"}], None, TypeError, "`tools` must be functions, got {'type'"),
     ],
 )
 def test_tools_that_no_call_could_mean_are_refused(tools, factory, error, message):
@@ -956,7 +978,8 @@ def test_rewards_in_threads_do_not_share_their_random_numbers():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((None, dict), TypeError, "`environment_factory` must return an object with `reset`"),
+        ((None, dict), ValueError, "`environment_factory` must return an object with `reset`"),
+        ((None, {}), ValueError, "`environment_factory` must name an environment, got {}"),
         (([add], None, print), ValueError, "`rollout_func` samples whole episodes"),
     ],
 )
@@ -1197,7 +1220,7 @@ def test_overlong_first_observation_keeps_its_last_tokens():
     settings = {"max_prompt_length": 30, "factory": Begins}
     turns = {"": ["right"] * 3}
     [refused] = played(player_of(turns, rows, **settings), rows)
-    assert str(refused.error).startswith("the prompt with the observation has")
+    assert str(refused.error).startswith("the prompt with its tools and the observation has")
     for text in (first, "z" * 30 * 64 + first):  # the second one is not tokenized as a whole
         rows = rows_of("alpha", first=[text])
         player = player_of(turns, rows, overlong_prompts="truncate", **settings)

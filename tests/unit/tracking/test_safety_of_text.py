@@ -314,8 +314,10 @@ def table(monkeypatch):
     def printed(text, names=("reward",), extra=None, encoding="utf-8", messages=()):
         yes = torch.ones(1, dtype=torch.bool)
         scores = torch.ones(1, len(names))
+        at_tokens = torch.ones(1, 1)
+        unpaid = torch.zeros(1)
         scored = Scored(
-            scores, torch.ones(1, 1), yes[:, None], yes, yes, torch.zeros(1), foresight={}
+            scores, at_tokens, yes[:, None], yes, yes, unpaid, is_whole=yes, foresight={}
         )
         episode = Episode(
             text, [1], completion_ids=[1], starts=[0], messages=list(messages), completion=text
