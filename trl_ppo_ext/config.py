@@ -75,7 +75,8 @@ class CriticOptions:
     bootstrap_truncated: bool = False
     """Whether the critic's value stands for what would have followed a completion that
     `max_completion_length` or `max_tool_calling_iterations` of a plain environment truncated, as
-    after episodes that this truncates itself.
+    after episodes that this truncates itself. Not if a reward scored the completion as a whole,
+    which is what it earned: such values need rewards that are paid along the way.
     """
 
 
@@ -358,7 +359,12 @@ class PPOConfig(TRLFields, TrainingArguments):
     0.8 over a place: a token, a step or a turn at whose end a score may enter.
     """
     whiten_rewards: bool = False
-    """Whether to scale the per-token rewards of a rollout to unit variance; their mean is kept."""
+    """Whether to scale the per-token rewards of a rollout to unit variance around their mean, which
+    is kept, as in TRL's PPO.
+
+    Tokens without a reward then get a part of the mean: positive scores pay for short completions,
+    negative ones for long ones, unless the deviation is 1. With `normalize_values` it is not needed.
+    """
     whiten_advantages: bool | None = None
     """Whether to whiten a rollout's advantages. Default for `"rebn"`, and critics without
     `normalize_values`."""
@@ -687,12 +693,13 @@ class PPOConfig(TRLFields, TrainingArguments):
             )
             return
         shaped = self.reward_kl or self.normalize_rewards or self.missing_eos_penalty
-        if normalizes_each and (shaped or estimator != "grpo"):
+        needs = "`multi_objective_aggregation='normalize_then_sum'` needs"
+        if normalizes_each and estimator != "grpo":
+            raise ValueError(f"{needs} `advantage_estimator='grpo'`, got {estimator!r}.")
+        if normalizes_each and shaped:
             raise ValueError(
-                "`multi_objective_aggregation='normalize_then_sum'` needs "
-                f"`advantage_estimator='grpo'`, got {estimator!r}, and rewards as they are: omit "
-                "`normalize_rewards`, `missing_eos_penalty` and a KL except that of "
-                "`kl_placement='loss'`."
+                f"{needs} rewards as they are: omit `normalize_rewards`, `missing_eos_penalty` and "
+                "a KL except that of `kl_placement='loss'`."
             )
 
     def _check_reward_level(self) -> None:
@@ -859,6 +866,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             raise ValueError(
                 f"`critic_kwargs={{'prompt': {prompt!r}}}` needs `critic='adapter'`, got "
                 f"{self.critic!r}."
+            )
+        if 0 < self.max_steps <= options.warmup_steps:
+            raise ValueError(
+                f"`critic_kwargs['warmup_steps']={options.warmup_steps}` leaves no step for the "
+                f"policy, as `max_steps={self.max_steps}`; lower the first or raise the second."
             )
         if self.critic == "adapter" and not options.backprop:
             raise ValueError(

@@ -34,6 +34,7 @@ KL_ERROR_BOUND = 0.2
 # of a deviation, as a share of the mean: in the unit of returns that vary less, rounding is large
 UNIT_FLOOR = 1e-4
 ROUNDING = 1e-6  # of equal values in float32, as a share of their mean
+ROUNDING_OF_SUMS = 4 * torch.finfo(torch.float32).eps  # of the same numbers in another order
 OUTLYING = 1000.0  # times the largest distance of a score of another prompt
 FEWEST = 8  # completions among which there are outliers, and a mean tells something
 FEWEST_PROMPTS = 4  # of which one may have outliers
@@ -459,9 +460,11 @@ def _deviations(scores: Tensor, counts: Tensor, group_size: int) -> tuple[Tensor
     scores = scores.reshape(-1, group_size)
     counts = counts.bool().reshape(-1, group_size)
     # relative to a member, so that equal scores deviate by exactly 0: GRPO would amplify the
-    # rounding of a mean
+    # rounding of a mean, and of sums of the same rewards at other tokens
     lowest = scores.masked_fill(~counts, torch.inf).amin(1, keepdim=True)
     above = (scores - lowest).masked_fill(~counts, 0)
+    differ = above.amax(1, keepdim=True) > ROUNDING_OF_SUMS * lowest.abs()
+    above = above * differ
     members = counts.sum(1, keepdim=True)
     mean = above.sum(1, keepdim=True) / members.clamp(min=1)
     return (above - mean).masked_fill(~counts, 0), members
@@ -580,13 +583,9 @@ class Moments(NamedTuple):
     def sample_deviation(self) -> float:
         """Standard deviation with Bessel's correction; 1 for fewer than two values, or if all
         are equal."""
-        if self.weight > 1:
-            variance = self.squares / (self.weight - 1)
-        else:
-            variance = 0.0
-        if variance > 0:
-            return math.sqrt(variance)
-        return 1.0
+        if self.weight <= 1 or self.squares <= self.weight * (ROUNDING_OF_SUMS * self.mean) ** 2:
+            return 1.0
+        return math.sqrt(self.squares / (self.weight - 1))
 
     @property
     def unit(self) -> float:

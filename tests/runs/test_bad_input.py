@@ -144,6 +144,19 @@ def test_dropped_groups_are_those_that_teach_nothing(tmp_path, settings):
         config(tmp_path, drop_equal_groups=True, critic="none", num_generations=2, **settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({"advantage_estimator": "rloo"}, "`advantage_estimator='grpo'`, got 'rloo'."),
+        ({"normalize_rewards": True}, "rewards as they are: omit `normalize_rewards`"),
+    ],
+)
+def test_rewards_normalized_apart_name_what_is_in_their_way(tmp_path, settings, needed):
+    apart = {"multi_objective_aggregation": "normalize_then_sum", "num_generations": 2}
+    with pytest.raises(ValueError, match=re.escape(f"'normalize_then_sum'` needs {needed}")):
+        config(tmp_path, critic="none", **apart | settings)
+
+
 NAN = float("nan")
 OUT_OF_RANGE = {
     "temperature": (0, -1.0),

@@ -347,6 +347,80 @@ def test_truncated_completions_bootstrap_if_they_are_told_to(tmp_path, bootstrap
         torch.testing.assert_close(rollout.returns[row, : len(left)], expected)
 
 
+def test_nothing_is_added_to_scores_of_truncated_completions_as_a_whole(
+    tmp_path, caplog, monkeypatch
+):
+    """They would be paid twice, and a policy would learn not to end."""
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    settings = PLAIN | {
+        "max_completion_length": 6,
+        "stop_token_ids": list(range(24, 32)),
+        "max_steps": 1,
+        "bootstrap_truncated": True,
+        "lam": 1.0,
+        "lam_critic": 1.0,
+        "critic": "head",
+    }
+
+    def returns(*rewards, **more):
+        run = trainer(tmp_path, reward_funcs=list(rewards), **settings | more)
+        rollout, samples = first_rollout(run, VALUE)
+        last = torch.stack(
+            [row[mask][-1] for row, mask in zip(rollout.returns, rollout.response_mask)]
+        )
+        return last, samples.stopped
+
+    def as_a_whole(completion_ids, **_):
+        return [2.0] * len(completion_ids)
+
+    def along_the_way(completion_ids, **_):
+        return [[(0, 1.0)] for _ in completion_ids]
+
+    def does_not_apply(completion_ids, **_):
+        return [None] * len(completion_ids)
+
+    last, stopped = returns(along_the_way, does_not_apply)
+    assert 0 < stopped.sum() < len(stopped)
+    is_first = last == 1.0  # a completion of one token
+    torch.testing.assert_close(last[~stopped], torch.full_like(last[~stopped], GAMMA * VALUE))
+    assert not last[stopped & ~is_first].any() and "No value of the critic" not in caplog.text
+    torch.testing.assert_close(returns(as_a_whole)[0], torch.full_like(last, 2.0))
+    assert "scored the truncated completion as a whole, by a number" in caplog.text
+    # one that weighs nothing is no score
+    weighed, _ = returns(along_the_way, as_a_whole, reward_weights=[1.0, 0.0])
+    torch.testing.assert_close(weighed, last)
+
+
+def test_lambda_of_a_length_counts_turns_where_lambda_does(tmp_path):
+    class OfThree(Endless):
+        def step(self, text):
+            observation, reward, *_ = super().step(text)
+            return observation, reward, self.turns == 3, False, {}
+
+    def lam(level):
+        run = episodes_run(tmp_path, OfThree, lam_length_alpha=0.5, advantage_level=level)
+        run.train()
+        return next(row["lam"] for row in run.state.log_history if "lam" in row)
+
+    assert lam("both") == lam("turn") == pytest.approx(1 - 1 / (0.5 * 3))
+    assert lam("token") > lam("turn")
+
+
+def test_nothing_is_added_to_the_final_reward_of_a_truncated_episode(tmp_path):
+    class Paid(Limited):
+        def get_reward(self):
+            return 5.0
+
+    run = episodes_run(tmp_path, Paid, critic="head", **PLAIN | {"advantage_level": "turn"})
+    rollout, samples = first_rollout(run, VALUE)
+    assert {episode.ending for episode in samples.batch.episodes} == {"cut"}
+    for episode, total in zip(samples.batch.episodes, samples.scored.totals):
+        assert total == 5.0 + episode.turns
+    starts, _ = ppo_math.turn_starts(rollout.sequences.turns)
+    last_turn = starts & (starts.cumsum(1) == starts.sum(1, keepdim=True))
+    torch.testing.assert_close(rollout.returns[last_turn], torch.full((8,), 6.0))
+
+
 @pytest.mark.parametrize("critic", ["head", "side", "adapter"])
 def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypatch):
     run = episodes_run(tmp_path, Limited, critic=critic, bootstrap_truncated=True)

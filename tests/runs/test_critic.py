@@ -728,6 +728,10 @@ REFUSED = [
     ),
     ({"critic_learning_rate": 0.0}, "`critic_learning_rate` must be above 0"),
     ({"critic_kwargs": {"warmup_steps": -1}}, r"`critic_kwargs\['warmup_steps'\]`.*-1"),
+    (
+        {"critic_kwargs": {"warmup_steps": 4}, "max_steps": 4},
+        r"warmup_steps'\]=4` leaves no step for the policy, as `max_steps=4`",
+    ),
     ({"critic_kwargs": {"warmup_steps": 1.5}}, r"`critic_kwargs\['warmup_steps'\]`.*1.5"),
     ({"critic_kwargs": {"warm_up": 1}}, "`critic_kwargs`.*'warm_up'.*backprop"),
 ]

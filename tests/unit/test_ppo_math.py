@@ -9,16 +9,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trl_ppo_ext.ppo_math import (
+    Moments,
     aggregate_loss,
     at_turn_ends,
     clipped_policy_loss,
     clipped_value_loss,
+    dr_grpo_advantages,
     explained_variance,
     gae,
+    grpo_advantages,
     kl_estimate,
     length_adaptive_lambda,
     masked_mean,
     masked_var,
+    rloo_advantages,
     sequence_logprobs,
     turn_starts,
     whiten,
@@ -467,6 +471,18 @@ def test_statistics_of_too_few_values_are_zero():
     assert masked_mean(x, one) == x[1, 1]
     assert masked_var(x, one) == 0
     assert not whiten(x, one)[0].any()
+
+
+def test_sums_of_the_same_numbers_in_another_order_do_not_differ():
+    """Seven rewards of 0.1 at other tokens: in float32 0.70000005 or 0.6999999."""
+    scores = torch.where(torch.arange(32) % 2 == 0, 0.70000005, 0.6999999)
+    assert scores.unique().numel() == 2
+    counts = torch.ones(32, dtype=torch.bool)
+    for advantages in (grpo_advantages, dr_grpo_advantages, rloo_advantages):
+        assert not advantages(scores, counts, 4).any()
+        # what differs by more does
+        assert advantages(scores + 1e-5 * (torch.arange(32) % 4), counts, 4).any()
+    assert Moments.of(scores, counts)[0].sample_deviation == 1.0
 
 
 # ---- aggregation ----

@@ -394,7 +394,7 @@ def discounts_of(
     within: float | Tensor = 1.0
     if options.lam_length_alpha is not None:
         counted = turns.bool() & samples.scored.usable[:, None]
-        if level == "turn":
+        if level != "token":
             counted = counted & ppo_math.turn_starts(turns)[0]
         lam = ppo_math.length_adaptive_lambda(counted, options.lam_length_alpha)
     elif lam is None:
@@ -425,8 +425,25 @@ def cuts_of(components: Components, samples: Samples, run: RunState, is_new: boo
     outputs = outputs_after(components, samples, run, added)
     if outputs is None:
         return None
-    is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
+    is_cut = torch.tensor(goes_on(samples))
     return Cuts(is_cut.to(outputs.device, non_blocking=True), outputs)
+
+
+def goes_on(samples: Samples) -> list[bool]:
+    """Whether the critic's value stands for what would have followed a completion, by completion.
+
+    A score of a completion as a whole is what it earned: with a value on top, a policy would learn
+    not to end.
+    """
+    is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
+    is_whole = samples.scored.is_whole
+    if (is_cut & is_whole).any():
+        logger.warning_once(
+            "No value of the critic is added after a limit where a reward function has scored the "
+            "truncated completion as a whole, by a number. Return a list of `(position, reward)` "
+            "pairs if the value is to stand for the rest."
+        )
+    return (is_cut & ~is_whole).tolist()
 
 
 def outputs_after(
@@ -439,7 +456,7 @@ def outputs_after(
     device = components.accelerator.device
     episodes = samples.batch.episodes
     sequences = samples.sequences
-    rows = [row for row, episode in enumerate(episodes) if episode.bootstraps]
+    rows = [row for row, goes in enumerate(goes_on(samples)) if goes]
     if not gather_object(rows):  # on any rank
         return None
     rows = rows or [0]
