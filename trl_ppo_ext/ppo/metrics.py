@@ -124,9 +124,9 @@ def log_rewards(
     for name, scores, failed in zip(names, scored.rewards.unbind(1), scored.failed.unbind(1)):
         applies = valid & ~scores.isnan() & ~failed
         metrics.mean(f"rewards/{name}/mean", scores, applies)
-        metrics.mean(
-            f"rewards/{name}/std", ppo_math.masked_var(scores.nan_to_num(), applies, all_sum).sqrt()
-        )
+        variance = ppo_math.masked_var(scores.nan_to_num(), applies, all_sum)
+        # a reward that applies to none has no deviation
+        metrics.mean(f"rewards/{name}/std", variance.sqrt(), applies.any())
         metrics.total(f"rewards/{name}/failed", failed & valid)
     valid = valid & scored.usable
     metrics.mean("reward", scored.totals, valid)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from trl_ppo_ext.ppo.metrics import Metrics
+from trl_ppo_ext.ppo.metrics import Metrics, log_rewards
+from trl_ppo_ext.rewards.scoring import Scored
 
 
 def alone(values):
@@ -104,3 +105,25 @@ def test_metrics_continue_from_a_checkpoint():
     for batch in others:
         add(whole, *batch), add(resumed, *batch)
     assert resumed.compute(alone, alone) == whole.compute(alone, alone)
+
+
+def test_reward_that_applies_to_none_has_no_deviation():
+    """Such as that of tools which pay nothing; a 0 would be taken for equal scores."""
+    scores = torch.tensor([[1.0, torch.nan], [3.0, torch.nan]])
+    zeros = torch.zeros(2, 1)
+    every = torch.ones(2, dtype=torch.bool)
+    scored = Scored(
+        scores,
+        zeros,
+        zeros.bool(),
+        every,
+        torch.zeros(2, 2, dtype=torch.bool),
+        torch.zeros(2),
+        is_whole=every,
+        foresight={},
+    )
+    metrics = Metrics()
+    log_rewards(metrics, ["a", "tools"], scored, every, alone)
+    logged = metrics.compute(alone, alone)
+    assert logged["rewards/a/std"] == pytest.approx(2**0.5)
+    assert {name for name in logged if "tools" in name} == {"rewards/tools/failed"}
