@@ -214,8 +214,9 @@ class PPOTrainer(Trainer):
             critic_factory=critic_factory,
         )
         if not (reward_list or environments.give_rewards):
-            args = args.without_rewards()
             reward_list = [no_reward]
+            if critic_factory is None:
+                args = args.without_rewards()
         check_trackers(args.report_to)
         if args.process_index == 0:
             warn_of_missing_names()
@@ -708,8 +709,13 @@ class PPOTrainer(Trainer):
             x.early_stopping_patience_counter >= x.early_stopping_patience
             for x in self._early_stops
         )
-        # a run that was stopped early is not continued
-        return last if step and ended else step, last
+        if step and ended:
+            logger.warning_once(
+                "The run was stopped early, and does not go on. To continue it, raise "
+                "`early_stopping_patience`."
+            )
+            return last, last
+        return step, last
 
     def _unpinned_loader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """The Trainer's loader without pinned memory: batches have no tensors, and without a GPU

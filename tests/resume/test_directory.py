@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext.checkpoints import resume
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 from trl_ppo_ext.checkpoints.files import CheckpointError
 from trl_ppo_ext.checkpoints.resume import EARLIER
@@ -348,3 +350,30 @@ def test_answers_belong_to_settings_and_inputs_but_not_to_rates(tmp_path):
     digests = {name: built.components.player.run for name, built in runs.items()}
     assert digests["same"] == digests["rates"] != ""
     assert len(set(digests.values())) == 4
+
+
+def test_directory_that_a_rank_does_not_see_is_named_before_training(tmp_path, monkeypatch):
+    """As on two machines, each with a disk of its own."""
+    run = trainer(tmp_path / "run", **SAVING)
+    elsewhere = tmp_path / "elsewhere"
+    monkeypatch.setattr(resume, "SHOWN_AFTER", 0.6)
+    see = resume.see
+    monkeypatch.setattr(resume, "see", lambda _: see(str(elsewhere)))
+    with pytest.raises(CheckpointError, match=r"that all processes see.*`save_on_each_node=True`"):
+        run.train()
+    assert run.state.global_step == 0
+    # one that a shared disk shows late
+    Timer(0.2, elsewhere.mkdir).start()
+    run.train()
+    assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-1"]
+
+
+def test_run_that_was_stopped_early_says_why_it_does_not_go_on(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    settings = {"load_best_model_at_end": False, "save_total_limit": None, "max_steps": 4}
+    for resumed in (False, True):
+        run = best_at_first(tmp_path, **settings)
+        run.add_callback(EarlyStoppingCallback(1))
+        run.train(resume_from_checkpoint=resumed)
+        assert run.state.global_step == 2
+        assert ("raise `early_stopping_patience`" in caplog.text) is resumed

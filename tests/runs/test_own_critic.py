@@ -4,6 +4,7 @@ import pytest
 import torch
 from runs_of_tiny import rollouts_of, trainer, weights
 from safetensors.torch import load_file
+from tiny import prompts
 from torch import nn
 
 from trl_ppo_ext import Critic
@@ -55,6 +56,15 @@ def test_clock_learns_the_reward_that_is_left(tmp_path):
     assert (run.actor_critic.value_head.values.diff()[:4] < 0).all()  # less is left
     observed = rollout.sequences.observed
     assert torch.equal(observed[mask], rollout.sequences.positions.float())
+
+
+def test_own_critic_of_a_run_without_a_reward_is_kept(tmp_path):
+    settings = {"reference_prompt": "shown", "kl_coef": 1.0, "critic_factory": lambda _: Clock()}
+    rows = prompts().add_column("shown", prompts()["prompt"][::-1])
+    run = trainer(tmp_path, reward_funcs=None, dataset=rows, **settings)
+    run.train()
+    assert isinstance(run.actor_critic.value_head, Clock) and run.args.critic != "none"
+    assert any("value/explained_variance" in row for row in run.state.log_history)
 
 
 def test_own_critic_resumes_bit_for_bit(tmp_path):

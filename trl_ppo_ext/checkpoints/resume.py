@@ -44,6 +44,7 @@ logger = logging.get_logger(__name__)
 RUN_STATE = "run_state_{rank}.safetensors"  # tensors of a rank's `Progress`
 EARLIER = "earlier-"  # prefix of directories with checkpoints of earlier runs
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SHOWN_AFTER = 60.0  # seconds in which a shared disk shows a new directory
 PREEMPTED = 75  # exit code of a run that saved after a signal: EX_TEMPFAIL, "try again later"
 # seconds: a launcher forwards a signal that the process may have received already (Ctrl-C)
 SAME_SIGNAL = 1.0
@@ -183,9 +184,23 @@ def locked(output_dir: str, is_writer: bool) -> Iterator[None]:
 
     on_every_rank(acquire, CheckpointError, runs=is_writer)
     try:
+        on_every_rank(partial(see, output_dir), CheckpointError)
         yield
     finally:
         lock.release()
+
+
+def see(output_dir: str) -> None:
+    """Wait until this rank sees the run's directory, which a shared disk may show late; or raise
+    [`CheckpointError`]."""
+    given_up = time.monotonic() + SHOWN_AFTER
+    while not os.path.isdir(output_dir):
+        if time.monotonic() > given_up:
+            raise CheckpointError(
+                f"`output_dir` must be on a disk that all processes see, got `{output_dir}`; use "
+                "another, or set `save_on_each_node=True`."
+            )
+        time.sleep(0.5)
 
 
 def prepare_directory(

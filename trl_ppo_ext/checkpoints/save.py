@@ -70,7 +70,10 @@ def write_aside(
 
     def write_own() -> None:
         if not staged.is_dir():
-            raise OSError("this rank does not see the directory; all ranks must share a disk")
+            raise OSError(
+                "this rank does not see the directory; all must share a disk, unless "
+                "`save_on_each_node=True`"
+            )
         write(staged)
 
     try:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, TypeAlias, cast
@@ -14,7 +15,7 @@ from transformers.utils import logging
 from ..config import PPOConfig
 from ..data import REWARD_ARGUMENTS, TOKEN_COLUMNS
 from ..modeling import ActorCritic
-from ..modeling.loading import load_config
+from ..modeling.loading import ADAPTER_CONFIG, load_config
 from .model import (
     AdapterReward,
     ClassifierReward,
@@ -167,6 +168,12 @@ def reward_config(model_id: str, args: PPOConfig) -> Any:
     try:
         return load_config("reward_funcs", model_id, {"trust_remote_code": args.trust_remote_code})
     except ValueError as error:
+        if os.path.isfile(os.path.join(model_id, ADAPTER_CONFIG)):
+            raise ValueError(
+                f"The reward model `{model_id}` is a saved adapter; pass "
+                f"`RewardAdapter({model_id!r})`, in a config file adapter:{model_id}, if its base "
+                "is the policy's. Otherwise merge it into its base."
+            ) from None
         if not model_id.isidentifier():
             raise
         # config files of open-r1 name functions of their own script

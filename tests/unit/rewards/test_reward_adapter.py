@@ -225,3 +225,8 @@ def test_adapter_is_read_where_its_trainer_read_it(base, tmp_path, pad):
         expected = [model(input_ids=torch.tensor([row])).logits[0, 0].item() for row in ids]
     scores = reward.score(ScoringBatch(*map(list, zip(*pairs)), [[1]] * 3))
     assert scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_adapter_that_is_passed_as_a_model_names_the_class_for_it(base, adapter, tmp_path):
+    with pytest.raises(ValueError, match=r"saved adapter; pass `RewardAdapter\(.*adapter:.*merge"):
+        PPOTrainer(base, adapter, config(tmp_path / "run"), prompts())
