@@ -134,6 +134,8 @@ class MemoryEstimate:
     args: PPOConfig
     base: ModelSizes
     adapter: AdapterSizes  # of the policy
+    # of a policy that starts from a saved adapter, a frozen copy of which is the reference
+    has_reference: bool = False
     rewards: tuple[ModelSizes | AdapterSizes, ...] = ()  # that take memory
     processes: int = 1
     prompt_length: int = PROMPT_LENGTH
@@ -201,6 +203,7 @@ class MemoryEstimate:
             "reward models": sum(model.bytes for model in models),
             "reward adapters": 4 * with_heads,
             "policy adapter": 4 * self.adapter.parameters,
+            "reference adapter": 4 * self.adapter.parameters * self.has_reference,
             "critic": 4 * (self.trained - self.adapter.parameters),
             "optimizer states": self.optimizer * self.trained,
             "autocast copies": copies,
@@ -405,6 +408,7 @@ def estimate_memory(
         args,
         base=model_sizes(base, compute_dtype(args).itemsize, quantization_of(quantization)),
         adapter=adapter_sizes(base, adapter),
+        has_reference=isinstance(peft_config, str),
         rewards=tuple(sizes for sizes in rewards if sizes is not None),
         processes=args.world_size,
         prompt_length=_checked_prompt_length(prompt_length, args, config),
@@ -519,7 +523,9 @@ def model_sizes(model: PreTrainedModel, width: int, quantization: str | None = N
     """Read the sizes of a model, whose layers must be like Llama's."""
     layers: list[Any] = list(getattr(model.base_model, "layers", []))
     for layer in layers or [nn.Module()]:
-        names = {name.split(".")[-2] for name, _ in layer.named_parameters()} - {"q_norm", "k_norm"}
+        # the module of each, or the name of one that the layer itself has
+        modules = [name.rpartition(".")[0] or name for name, _ in layer.named_parameters()]
+        names = {module.split(".")[-1] for module in modules} - {"q_norm", "k_norm"}
         if names != LAYER:
             raise ValueError(
                 f"{type(model).__name__} cannot be estimated: its `layers` must have "

@@ -20,6 +20,7 @@ from ..modeling.critics import COSINES
 from ..ppo.credit import build_credit
 from ..ppo.metrics import Metrics
 from ..ppo.rollouts import Rollout, Samples, collect
+from ..rewards import no_reward
 from ..rewards.prefixes import Foresight
 from ..trainer import PPOTrainer
 
@@ -67,6 +68,11 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
         raise ValueError(
             "`trl-ppo probe` needs one process without DeepSpeed and FSDP; start it without a "
             "launcher."
+        )
+    if trainer.reward_func_names == [no_reward.__name__]:
+        raise ValueError(
+            "`trl-ppo probe` needs a reward; a run without one learns from its KL, for which a "
+            "critic has nothing to predict."
         )
     task = _sampled_task(trainer, completions)
     values = task.predicted(trainer)

@@ -393,6 +393,9 @@ def test_every_kind_of_run_can_be_probed(tmp_path, kind):
 def test_unusable_probes_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="Only 0 of 64 completions have a score"):
         probe(task(tmp_path, lambda prompts, **kwargs: [None] * len(prompts)), completions=32)
+    distilled = task(tmp_path, None, reference_prompt="prompt", kl_coef=1.0)
+    with pytest.raises(ValueError, match="`trl-ppo probe` needs a reward"):
+        probe(distilled)
     run = task(tmp_path, noise)
     monkeypatch.setattr(run, "is_deepspeed_enabled", True)
     with pytest.raises(ValueError, match="needs one process"):

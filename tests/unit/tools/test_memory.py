@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import config, llama, qwen2, tokenizer
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 import trl_ppo_ext
 from trl_ppo_ext import estimate_memory
@@ -141,6 +141,38 @@ def test_trained_parameters_equal_those_of_the_trainer(tmp_path, critic):
     assert parts["policy adapter"] + parts["critic"] == 4 * trained
     made = sum(parts[name] for name in ("base weights", "policy adapter", "critic"))
     assert made == sum(x.numel() * x.element_size() for x in trainer.model.parameters())
+
+
+def test_saved_adapter_is_there_twice(tmp_path):
+    """Its frozen copy is the reference."""
+    from tiny import length_reward, prompts
+
+    policy = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear"))
+    policy.save_pretrained(tmp_path / "saved")
+    args = config(tmp_path / "run")
+    settings = {"args": args, "peft_config": str(tmp_path / "saved")}
+    trainer = trl_ppo_ext.PPOTrainer(
+        llama(),
+        length_reward,
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
+        **settings,
+    )
+    parts = estimate_memory(llama().config, **settings, device="cpu").phases["update"]
+    assert parts["reference adapter"] == parts["policy adapter"] > 0
+    kinds = ("base weights", "policy adapter", "reference adapter", "critic")
+    loaded = sum(x.numel() * x.element_size() for x in trainer.model.parameters())
+    assert sum(parts[kind] for kind in kinds) == loaded
+    new = estimate_memory(llama().config, args, device="cpu").phases["update"]
+    assert "reference adapter" not in new
+
+
+def test_layer_with_a_parameter_of_its_own_is_named(tmp_path):
+    """Such as Doge's."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    doge = AutoConfig.for_model("doge", **sizes, num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(ValueError, match="cannot be estimated: its `layers` must have"):
+        estimate_memory(doge, config(tmp_path), device="cpu")
 
 
 def test_optimizer_states_equal_those_of_the_optimizer():
