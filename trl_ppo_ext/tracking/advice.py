@@ -13,7 +13,7 @@ from typing import NamedTuple
 import yaml
 from pandas import Series
 
-from .reading import Run, smooth
+from .reading import Run, evaluation_prefixes, smooth
 
 FEWEST = 3  # rollouts, and points of a curve, below which nothing is judged
 FEWEST_TREND = 5  # points below which a curve has no trend
@@ -349,6 +349,15 @@ class Judgement(NamedTuple):
     critic: str | None = None
 
 
+def metrics_of(rule: SimpleNamespace, names: list[str]) -> list[str]:
+    """Metrics that a rule is applied to; a user's own may end as those of an evaluation set do."""
+    found = fnmatch.filter(names, rule.curve)
+    if rule.name != "unconfirmed":
+        return found
+    prefixes = evaluation_prefixes(names)
+    return [name for name in found if name.removesuffix("reward") in prefixes]
+
+
 def judge(run: Run) -> Judgement:
     """Apply all rules. A remedy shows the current value of each setting that it names."""
     settings = run.start["trainer_config"] | run.start["config"]
@@ -366,7 +375,7 @@ def judge(run: Run) -> Judgement:
     else:
         silent = []
     for rule in RULES:
-        for name in fnmatch.filter(run.curves, rule.curve):
+        for name in metrics_of(rule, curves.names):
             holds = False
             step = None
             curve = run.curves[name]

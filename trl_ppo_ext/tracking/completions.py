@@ -161,6 +161,7 @@ def print_completions(completions: DataFrame, step: int, rows: int | None) -> No
 
 def save_completions(completions: DataFrame, output_dir: str, step: int, prefix: str) -> None:
     """Write a table of completions where TRL does; a full disk must not end the run."""
+    prefix = prefix.replace("/", "_")  # of a set such as "math/500"
     path = Path(output_dir, COMPLETIONS, f"{prefix}completions_{step:05d}.parquet")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

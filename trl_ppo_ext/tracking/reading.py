@@ -1,5 +1,6 @@
 """Read the log of a run into curves, completions and settings."""
 
+import fnmatch
 import json
 import math
 import os
@@ -53,6 +54,12 @@ class Run:
     def rollouts_after(self, step: int) -> int:
         """Number of rollouts from a step to the last one."""
         return -(-(self.last_step - step) // self.start["plan"].get("optimizer_steps", 1))
+
+
+def evaluation_prefixes(names: Iterable[str]) -> list[str]:
+    """How metrics of evaluations begin; each set of several logs its runtime."""
+    runtimes = fnmatch.filter(names, "eval_*_runtime")
+    return ["eval_"] + [name.removesuffix("runtime") for name in runtimes]
 
 
 def smooth(curve: Series) -> Series:

@@ -19,7 +19,7 @@ from pandas import Series
 
 from ..redaction import shortened
 from .advice import judge, number
-from .reading import CREDIT, CUT, RUN_LOG, Sheet, read_run, smooth
+from .reading import CREDIT, CUT, RUN_LOG, Sheet, evaluation_prefixes, read_run, smooth
 
 try:
     from bokeh.embed import json_item
@@ -58,19 +58,16 @@ GRAY = "#7d828c"  # of text in plots, legible on light and on dark pages
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#555555")
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def _matches(name: str, patterns: Iterable[str], prefixes: list[str]) -> bool:
     """True for a metric of training or of an evaluation that one of the patterns matches."""
-    return any(
-        fnmatchcase(name, prefix + pattern)
-        for pattern in patterns
-        for prefix in ("", "eval_", "eval_*_")
-    )
+    own = {name.removeprefix(prefix) for prefix in ["", *prefixes]}
+    return any(fnmatchcase(x, pattern) for x in own for pattern in patterns)
 
 
-def _trained(name: str, names: Iterable[str]) -> str:
+def _trained(name: str, names: Iterable[str], prefixes: list[str]) -> str:
     """The training metric that an evaluation metric belongs to."""
-    evaluated = name.startswith("eval_")
-    return next((other for other in names if evaluated and name.endswith(f"_{other}")), name)
+    own = {name.removeprefix(prefix) for prefix in prefixes}
+    return min(own.intersection(names) - {name}, key=len, default=name)
 
 
 def _draw(panel: Panel, curves: dict[str, Series]) -> dict[str, Any] | None:
@@ -78,12 +75,16 @@ def _draw(panel: Panel, curves: dict[str, Series]) -> dict[str, Any] | None:
 
     Each metric has a color, and its evaluations are dashed.
     """
+    prefixes = evaluation_prefixes(curves)
     selected = list(
         dict.fromkeys(
-            name for pattern in panel.metrics for name in curves if _matches(name, [pattern])
+            name
+            for pattern in panel.metrics
+            for name in curves
+            if _matches(name, [pattern], prefixes)
         )
     )
-    metrics = list(dict.fromkeys(_trained(name, selected) for name in selected))
+    metrics = list(dict.fromkeys(_trained(name, selected, prefixes) for name in selected))
     if not selected:
         return None
 
@@ -114,7 +115,7 @@ def _draw(panel: Panel, curves: dict[str, Series]) -> dict[str, Any] | None:
     # 2. The lines: values and their moving average, or values with a mark at each.
     legend = []
     for name in selected:
-        color = COLORS[metrics.index(_trained(name, selected)) % len(COLORS)]
+        color = COLORS[metrics.index(_trained(name, selected, prefixes)) % len(COLORS)]
         if name.startswith("eval_"):
             dash = "dashed"
         else:
@@ -146,11 +147,14 @@ def draw_all(curves: dict[str, Series]) -> dict[str, list[dict[str, Any]]]:
     patterns = [
         pattern for panels in SECTIONS.values() for panel in panels for pattern in panel.metrics
     ]
+    prefixes = evaluation_prefixes(curves)
     others = [
-        name for name, curve in curves.items() if curve.any() and not _matches(name, patterns)
+        name
+        for name, curve in curves.items()
+        if curve.any() and not _matches(name, patterns, prefixes)
     ]
     others = [name for name in others if not NOT_DRAWN.fullmatch(name)]
-    others = list(dict.fromkeys(_trained(name, others) for name in others))
+    others = list(dict.fromkeys(_trained(name, others, prefixes) for name in others))
     sections = SECTIONS | {"Other metrics": [Panel(name, [glob.escape(name)]) for name in others]}
     plots = {
         section: [_draw(panel, curves) for panel in panels] for section, panels in sections.items()

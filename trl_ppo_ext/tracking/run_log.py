@@ -5,7 +5,6 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import time
 from collections.abc import Iterable
@@ -225,13 +224,13 @@ class RunLog(TrainerCallback):
             self._warned = True
 
 
-def _parts_of_reward(logs: dict[str, float], prefix: str) -> list[str]:
+def _parts_of_reward(logs: dict[str, float], prefix: str, rewards: list[str]) -> list[str]:
     """Means of several rewards, e.g. `(format 0, judge 0.51)`."""
-    pattern = re.compile(rf"{re.escape(prefix)}rewards/(.+)/mean")
-    names = {name: match[1] for name in logs if (match := pattern.fullmatch(name))}
-    if len(names) < 2:
+    names = {label: f"{prefix}rewards/{label}/mean" for label in rewards}
+    parts = [f"{label} {number(logs[name])}" for label, name in names.items() if name in logs]
+    if len(parts) < 2:
         return []
-    return [f"({', '.join(f'{label} {number(logs[name])}' for name, label in names.items())})"]
+    return [f"({', '.join(parts)})"]
 
 
 class Terminal(ProgressCallback, PrinterCallback):
@@ -305,7 +304,7 @@ class Terminal(ProgressCallback, PrinterCallback):
         shown = shown or {name: logs[name] for name in ("loss", "grad_norm") if name in logs}
         place = f"step {state.global_step:{len(str(state.max_steps))}}/{state.max_steps}"
         cells = [f"{label} {number(value)}" for label, value in shown.items()]
-        cells[1:1] = _parts_of_reward(logs, prefix)
+        cells[1:1] = _parts_of_reward(logs, prefix, self.rewards)
         if self._pace is not None and not prefix and state.global_step < state.max_steps:
             seconds = self._pace * (state.max_steps - state.global_step)
             cells.append(f"{timedelta(seconds=round(seconds))} left")

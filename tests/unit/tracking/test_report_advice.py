@@ -137,6 +137,10 @@ PROVOKED = {
         {"monitor/judge/mean": PEAK} | WITHOUT_KL,
         "The reward may be hacked. The reward rises",
     ),
+    "no scores": (
+        STUCK | {"unscored_completions": 15.0 * (np.arange(N) > 8), "reward_std": ZERO},
+        "Completions without a score. The reward stays",
+    ),
     "NaN": (
         STUCK | {"skipped_steps": 1.0 * (np.arange(N) > 8)},
         "Non-finite gradients. The reward stays",
@@ -322,6 +326,8 @@ def test_flat_evaluation_does_not_confirm_a_rising_reward():
     # a named set need not follow the reward
     named = evaluated(0.0, first=1)
     named.curves["eval_old_reward"] = named.curves.pop("eval_reward")
+    assert judge(named).advice == []  # a metric of the user's own, such as a reward of the format
+    named.curves["eval_old_runtime"] = named.curves["eval_old_reward"]
     assert judge(named).verdict.endswith("but an evaluation set does not follow the reward.")
     # the first evaluation may be as high as the reward at the end, e.g. of greedy answers
     high = evaluated(0.0, first=1)
@@ -581,7 +587,7 @@ def test_policy_that_hardly_moves_is_judged_after_its_warmup(of_critic):
 
 def test_rules_are_named_once_and_explain_only_later_ones():
     names = [rule.name for rule in RULES]
-    assert set(CONDITIONS) == set(names) - {"nan", "empty", "failed"}
+    assert set(CONDITIONS) == set(names) - {"nan", "unscored", "empty", "failed"}
     for place, rule in enumerate(RULES):
         assert set(rule.explains.split()) <= set(names[place + 1 :]), rule.name
 

@@ -144,7 +144,7 @@ def samples(rows=20, text="word", score=1.0):
     failed = torch.zeros(rows, 1)
     unpaid = torch.zeros(rows)
     scores = torch.full((rows, 1), score)
-    scored = Scored(scores, at_tokens, nowhere, yes, failed, unpaid, foresight={})
+    scored = Scored(scores, at_tokens, nowhere, yes, failed, unpaid, is_whole=yes, foresight={})
     batch = ScoringBatch(["p"] * rows, [text] * rows, ids, episodes=episodes)
     sequences = Sequences.from_token_ids(ids, ids, 0, torch.device("cpu"))
     scores = TokenScores(tokens + 1, ref_logprobs=tokens)
@@ -323,6 +323,16 @@ def test_terminal_warns_once_per_kind_while_it_happens(tmp_path, capsys):
 
 def length_half(completion_ids, **kwargs):
     return [len(ids) / 2 for ids in completion_ids]
+
+
+def test_line_has_rewards_in_the_order_of_the_run(tmp_path, capsys):
+    """A resumed rollout logs them in another one."""
+    terminal = Terminal(["short", "half"], BatchPlan(1), disable_tqdm=True)
+    state = TrainerState(max_steps=9, global_step=1)
+    terminal.on_train_begin(config(tmp_path), state, TrainerControl())
+    logs = {"reward": 3.0, "rewards/half/mean": 1.0, "rewards/short/mean": 2.0}
+    terminal.on_log(config(tmp_path), state, TrainerControl(), logs=logs)
+    assert "reward 3  (short 2, half 1)" in capsys.readouterr().out
 
 
 def test_line_has_the_mean_of_each_of_several_rewards_and_the_time_left(tmp_path, capsys):

@@ -251,11 +251,11 @@ def test_completions_are_written_as_parquet(tmp_path):
 def test_each_evaluation_set_has_a_file_of_completions(tmp_path):
     built = run(tmp_path, "none", max_steps=1)
     rows = built.eval_dataset
-    for prefix in ("eval_first", "eval_second"):
+    for prefix in ("eval_first", "eval_second", "eval_math/500"):
         built.evaluate(rows, metric_key_prefix=prefix)
     written = {path.name for path in (tmp_path / "run" / "completions").iterdir()}
-    names = {f"{prefix}_completions_00000.parquet" for prefix in ("eval_first", "eval_second")}
-    assert names <= written
+    prefixes = ("eval_first", "eval_second", "eval_math_500")
+    assert {f"{prefix}_completions_00000.parquet" for prefix in prefixes} <= written
 
 
 def test_completions_that_cannot_be_written_end_no_run(tmp_path):
