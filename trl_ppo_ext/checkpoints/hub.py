@@ -25,6 +25,7 @@ from ..config import PPOConfig
 from ..modeling.adapters import KINDS
 from ..modeling.loading import model_kwargs, name_of_loader
 from ..redaction import shortened
+from ..rewards import no_reward
 from ..tracking.completions import COMPLETIONS
 from ..tracking.reading import REPORT, RUN_LOG
 from ..tracking.run_log import package_versions
@@ -70,6 +71,8 @@ def logs_of_weights(trainer: Any) -> tuple[list[dict], str]:
     history = state.log_history
     step = trainer.best_step
     if step is None:
+        if state.global_step < state.max_steps:
+            return history, f"at step {state.global_step} of {state.max_steps}"
         return history, f"at the end of training (step {state.global_step})"
     until_best = [x for x in history[: trainer.logs_before_best] if x.get("step", 0) <= step]
     # evaluations after training; its summary is none of these weights
@@ -119,9 +122,15 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
     kind = peft_config.peft_type.value
     given_tags = metadata.pop("tags", None)
     critic = getattr(actor_critic.value_head, "kind", "none")
+    reference = ["adapter off"]
+    if actor_critic.reference_adapter:
+        reference = ["a frozen copy of the adapter it started from"]
+    if trainer.args.reference_prompt is not None:
+        reference.append("with a prompt of its own")
     located = {
         "revision": peft_config.revision,
         "subfolder": model_kwargs(trainer.args).get("subfolder"),
+        "trust_remote_code": trainer.args.trust_remote_code,
     }
     table = settings | {
         name: getattr(peft_config, name, None) for name in ("r", "lora_alpha", "target_modules")
@@ -145,16 +154,16 @@ def model_card(trainer: Any, output_dir: str, **metadata: Any) -> ModelCard:
         base_model=json.dumps(base_model if on_hub else BASE_COPY),  # a Python string
         base_name=_text(base_model),
         loader=name_of_loader(actor_critic.policy.get_base_model()),
-        located="".join(f", {name}={json.dumps(x)}" for name, x in located.items() if x),
+        located="".join(
+            f", {name}={True if x is True else json.dumps(x)}" for name, x in located.items() if x
+        ),
         base_link=quote(base_model),
         on_hub=on_hub,
         adapter=json.dumps(shown, ensure_ascii=not shown.isprintable()),
         adapter_on_hub=adapter_on_hub,
-        rewards=", ".join(f"`{_one_line(name)}`" for name in rewards),
+        rewards=", ".join(f"`{_one_line(name)}`" for name in rewards if name != no_reward.__name__),
         adapter_type=kind,
-        reference="a frozen copy of the adapter it started from"
-        if actor_critic.reference_adapter
-        else "adapter off",
+        reference=", ".join(reference),
         critic=critic,
         loads_critic=critic in KINDS,
         settings={name: _text(value) for name, value in table.items() if value is not None},
@@ -186,7 +195,7 @@ NOT_PUSHED = (
 )
 
 
-class PushError(RuntimeError):
+class PushError(OSError):
     """Raised when a push to the Hub failed; every file is still on this machine."""
 
 

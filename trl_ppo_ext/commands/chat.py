@@ -8,17 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, PeftConfig
 from peft.utils import CONFIG_NAME
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 from transformers.utils import has_file, logging
 
+from ..arguments import tokenizer_name
 from ..data import encode, row_template_kwargs
 from ..episodes.generator import stop_token_ids
 from ..modeling.adapters import STATE, read_state
+from ..modeling.loading import auto_class
 from ..redaction import printable
 
 NAMES = ("base", "adapter")
@@ -73,7 +81,9 @@ class Voice:
         return answer
 
 
-def load(run_dir: str, dtype: str) -> tuple[Any, PreTrainedTokenizerBase, dict[str, Any]]:
+def load(
+    run_dir: str, dtype: str, trust_remote_code: bool = False
+) -> tuple[Any, PreTrainedTokenizerBase, dict[str, Any]]:
     """Load an adapter on its base and its tokenizer, with PEFT and transformers only, and the
     training's arguments of the chat template."""
     if Path(run_dir).exists() and not Path(run_dir, CONFIG_NAME).is_file():
@@ -82,8 +92,16 @@ def load(run_dir: str, dtype: str) -> tuple[Any, PreTrainedTokenizerBase, dict[s
             "after `trainer.save_model()`, or one of its checkpoints."
         )
     logging.disable_progress_bar()
-    model = AutoPeftModelForCausalLM.from_pretrained(run_dir, dtype=dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(run_dir)
+    trusted = {"trust_remote_code": trust_remote_code}
+    peft_config = PeftConfig.from_pretrained(run_dir)
+    base = peft_config.base_model_name_or_path
+    base_config = AutoConfig.from_pretrained(base, revision=peft_config.revision, **trusted)
+
+    class OfBase(AutoPeftModelForCausalLM):
+        _target_class = auto_class(base_config)  # some have images, too
+
+    model = OfBase.from_pretrained(run_dir, dtype=dtype, **trusted).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name(base, run_dir), **trusted)
     # an adapter of another trainer has no state
     state = read_state(run_dir) if has_file(run_dir, STATE) else {}
     settings = state.get("settings", {})
@@ -131,7 +149,9 @@ def talk(options: argparse.Namespace) -> None:
     """Answer the prompts of the command line, or those that are typed."""
     if not all(text.strip() for text in options.prompt or []):
         raise ValueError("`--prompt` must have text; omit it to type your messages.")
-    model, tokenizer, template_kwargs = load(options.run_dir, options.dtype)
+    model, tokenizer, template_kwargs = load(
+        options.run_dir, options.dtype, options.trust_remote_code
+    )
     template_kwargs = row_template_kwargs(
         {"chat_template_kwargs": options.chat_template_kwargs}, template_kwargs
     )

@@ -66,7 +66,8 @@ class PPOScriptArguments(trl.ScriptArguments):
         default=None, help="Dotted path of a function from a row to its new columns."
     )
     eval_rows: int | None = HfArg(
-        default=None, help="Evaluated rows, spread over the test split. Default: all."
+        default=None,
+        help="Evaluated rows, spread over the test split; the first of a stream. Default: all.",
     )
     reward_funcs: list[str] | None = HfArg(
         default=None,

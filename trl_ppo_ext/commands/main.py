@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="arguments of the chat template, in place of the training's of the same names",
     )
+    chat("--trust_remote_code", action="store_true", help="run the code of the base's repository")
     chat("--max_new_tokens", type=int, default=256, metavar="N", help="default: 256")
     chat("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
     chat("--seed", type=int, default=0, metavar="N", help="of sampled answers (default: 0)")

@@ -172,3 +172,17 @@ def test_card_has_metadata_and_the_last_metrics(run):
     ):
         for mode in ("", "eval_"):
             assert f"| `{mode}{name}` | {logged[mode + name]:.4g} |" in card.text
+
+
+def test_card_of_a_distillation_says_what_was_learned_from(run, tmp_path):
+    _, _, base = run
+    settings = {"reference_prompt": "shown", "kl_coef": 1.0, "trust_remote_code": True}
+    rows = prompts().add_column("shown", prompts()["prompt"][::-1])
+    built = PPOTrainer(base, None, config(tmp_path, **settings), rows)
+    built.state.global_step, built.state.max_steps = 2, 4
+    built.state.log_history = [{"step": 2, "kl": 0.5}]
+    text = " ".join(str(model_card(built, tmp_path)).split())
+    assert "as reference (adapter off, with a prompt of its own)" in text
+    assert "Rewards: none, but the KL to the reference." in text
+    assert "Metrics at step 2 of 4:" in text
+    assert "from_pretrained(base, trust_remote_code=True)" in text

@@ -30,6 +30,10 @@ class Walk:
     def step(self, text):
         return "w3", 1.0, True
 
+class Narrow(Walk):
+    def reset(self, answer, seed):
+        return "w1 w2"
+
 not_a_reward = 3
 """
 

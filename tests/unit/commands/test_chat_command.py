@@ -2,8 +2,10 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
+import families
 import pytest
 import torch
 from datasets import Dataset
@@ -234,3 +236,21 @@ def test_empty_prompt_is_refused(adapter, capsys):
 def test_directory_without_an_adapter_names_what_to_pass(tmp_path, capsys):
     assert cli.main(["chat", str(tmp_path)]) == 2
     assert "pass the `output_dir` of a run after `trainer.save_model()`" in capsys.readouterr().err
+
+
+def test_adapter_may_be_without_a_tokenizer_and_its_base_with_images(adapter, tmp_path, capsys):
+    """The first is what PEFT itself saves."""
+    shutil.copytree(adapter / "run", tmp_path / "plain")
+    for file in (tmp_path / "plain").glob("*token*"):
+        file.unlink()
+    tokenizer().save_pretrained(adapter / "base")
+    base = families.build("Ministral 3 with images")
+    base.save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    rows = Dataset.from_list([{"prompt": "w1 w2"}])
+    args = config(tmp_path / "images", max_completion_length=4)
+    PPOTrainer(str(tmp_path / "base"), length_reward, args, rows).save_model()
+    for run in ("plain", "images"):
+        arguments = ["chat", str(tmp_path / run), "--prompt", "w1 w2", "--max_new_tokens", "2"]
+        assert cli.main(arguments) == 0, capsys.readouterr().err
+        assert "> w1 w2" in capsys.readouterr().out

@@ -199,6 +199,14 @@ def test_environment_writes_all_prompts(there):
     assert run(**settings, output_dir="walked") == 0
 
 
+def test_environment_that_does_not_take_the_columns_is_an_error_in_a_line(there, capsys):
+    settings = {"environment_factory": "cli_rewards.Narrow", "reward_funcs": None}
+    assert run("--dry_run", dataset_name="questions.jsonl", **settings) == 2
+    error = capsys.readouterr().err
+    assert "error: `reset` of the environment `Narrow` must take `row`" in error
+    assert "Traceback" not in error
+
+
 def test_edited_map_function_maps_again(tmp_path):
     save(tmp_path / "rows.jsonl", [{"question": "w1"}])
     script = PPOScriptArguments(
