@@ -697,6 +697,7 @@ def test_answer_longer_than_its_tokens_is_not_read(server, tmp_path, path):
         for _ in range(750):
             sent.append(2**20)
             yield b" " * 2**20
+            await asyncio.sleep(1e-3)  # in which the server notices that nobody reads
 
     loaded = client(server)
     loaded.load("run-1", adapter(tmp_path / "run-1"))
