@@ -7,6 +7,7 @@ chain.
 
 from dataclasses import replace
 from functools import partial
+from operator import and_
 from typing import cast
 
 import torch
@@ -435,15 +436,17 @@ def goes_on(samples: Samples) -> list[bool]:
     A score of a completion as a whole is what it earned: with a value on top, a policy would learn
     not to end.
     """
-    is_cut = torch.tensor([episode.bootstraps for episode in samples.batch.episodes])
-    is_whole = samples.scored.is_whole
-    if (is_cut & is_whole).any():
+    is_cut = [episode.bootstraps for episode in samples.batch.episodes]
+    if not any(is_cut):  # the scores of others are not waited for
+        return is_cut
+    is_whole = samples.scored.is_whole.tolist()
+    if any(map(and_, is_cut, is_whole)):
         logger.warning_once(
             "No value of the critic is added after a limit where a reward function has scored the "
             "truncated completion as a whole, by a number. Return a list of `(position, reward)` "
             "pairs if the value is to stand for the rest."
         )
-    return (is_cut & ~is_whole).tolist()
+    return [cut and not whole for cut, whole in zip(is_cut, is_whole)]
 
 
 def outputs_after(

@@ -296,7 +296,7 @@ class Scored(NamedTuple):
     usable: Tensor  # [batch] False if the completion is skipped: a reward failed, or none applies
     failed: Tensor  # [batch, rewards] True if a reward failed
     unpaid: Tensor  # [batch] part of the sum that no token earned
-    is_whole: Tensor  # [batch], on the CPU, True if a reward scored the completion as a whole
+    is_whole: Tensor  # [batch] True if a reward scored the completion as a whole
     # by name of a reward whose prefixes have scores, with those of earlier rollouts
     foresight: dict[str, Foresight]
 
@@ -389,11 +389,11 @@ def score_all(
     foresights = {}
     places = torch.stack([scores.places for scores in all_scores]).any(0)
     places = places.to(device, non_blocking=True)
-    is_whole = torch.zeros(len(batch), dtype=torch.bool)
+    is_whole = torch.zeros(len(batch), dtype=torch.bool, device=device)
     for index, (reward, scores) in enumerate(zip(rewards, all_scores)):
         weight = 1.0 if weights is None else weights[index]
         own = scores.tokens.nan_to_num(0.0).to(device, non_blocking=True)
-        whole = scores.is_whole & (weight != 0)
+        whole = scores.is_whole.to(device, non_blocking=True) & (weight != 0)
         if getattr(reward, "level", "end") in ("token", "turn"):
             prefixes = scores.prefixes.to(device, non_blocking=True)
             changes = pay_changes(prefixes, foresight.get(reward.name, UNKNOWN), all_sum)
@@ -401,7 +401,7 @@ def score_all(
             unpaid += weight * changes.unpaid
             places = places | changes.places
             foresights[reward.name] = changes.foresight
-            whole = whole & ~scores.prefixes.isfinite().any(1)
+            whole = whole & ~changes.places.any(1)
         tokens += weight * own
         is_whole |= whole
     return Scored(

@@ -454,10 +454,12 @@ def test_plain_scores_of_a_model_are_paid_at_the_end():
     scored = score_all([Paid(*entries)], batch, None, "raise", 1.0, *alone)
     assert scored.totals.tolist() == pytest.approx([2.0, 5.0])
     assert scored.tokens[1].tolist() == [0.0, 5.0]
+    assert scored.is_whole[1]
 
 
 def test_places_are_those_where_something_is_paid():
-    """λ follows from them: noise that is paid at the end has none."""
+    """λ follows from them: noise that is paid at the end has none, and scores a completion as a
+    whole."""
     torch.manual_seed(0)
     batch = ScoringBatch(["p"] * 64, ["c"] * 64, [[5] * 6] * 64)
     alone = [torch.clone, torch.device("cpu")]
@@ -465,6 +467,7 @@ def test_places_are_those_where_something_is_paid():
         entries = [PrefixScores(x[0], list(enumerate(x[1:]))) for x in scores.tolist()]
         scored = score_all([Paid(*entries)], batch, None, "raise", 1.0, *alone)
         assert scored.places.all().item() is pays and scored.places.any().item() is pays
+        assert scored.is_whole.all().item() is not pays and scored.is_whole.any().item() is not pays
 
 
 def test_monitored_model_is_read_at_the_end():
