@@ -30,6 +30,8 @@ from .trl_names import TABLES
 
 logger = logging.get_logger(__name__)
 
+OF_TURNS = "max_tool_calling_iterations", "environment_timeout"  # which nothing else reads
+
 
 def as_list(value: Any) -> list:
     """Turn one value, several or none into a list."""
@@ -158,6 +160,11 @@ def _check_sampling(args: PPOConfig, environments: Environments) -> None:
         raise ValueError(
             "`vllm_kwargs['overlap_rollouts']` does not work with tools or environments, whose "
             "answers the trainer waits for; remove it."
+        )
+    of_turns = [name for name in OF_TURNS if getattr(args, name) is not None]
+    if of_turns and not environments:
+        logger.warning(
+            "Without tools or an environment these fields have no effect: %s.", ", ".join(of_turns)
         )
 
 

@@ -294,6 +294,19 @@ def nothing_is_loaded(monkeypatch):
     monkeypatch.setattr("trl_ppo_ext.trainer.load_rewards", refuse)
 
 
+@pytest.mark.parametrize("name", arguments.OF_TURNS)
+def test_fields_of_turns_are_told_without_them(tmp_path, caplog, monkeypatch, name):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    PPOTrainer(
+        llama(),
+        length_reward,
+        config(tmp_path, **{name: 5}),
+        prompts(),
+        processing_class=tokenizer(),
+    )
+    assert f"these fields have no effect: {name}." in caplog.text
+
+
 @pytest.mark.parametrize(
     ("error", "message", "given"), KNOWN_FROM_ARGUMENTS, ids=lambda x: x if str(x) == x else ""
 )
