@@ -2,8 +2,8 @@
 
     python benchmarks/tables.py
 
-A table follows the name of its file in a comment, `<!-- arena.json -->`. The sentences around it
-are written by hand.
+A table follows the name of its file in a comment, `<!-- arena.json -->`, and if there are several,
+its own, `<!-- real.json, separated -->`. The sentences around it are written by hand.
 """
 
 import json
@@ -34,7 +34,7 @@ BEFORE_TODAY = (
     "less the mean of others at a place",
 )
 SEVERAL = 3  # values, from which on there are intervals
-PLACE = re.compile(r"(<!-- (\w+\.json) -->\n\n)(?:\|.*\n)*\n*")
+PLACE = re.compile(r"(<!-- ((\w+\.json)(?:, \w+)?) -->\n\n)(?:\|.*\n)*\n*")
 
 
 def markdown(columns: str, rows: Iterable[Sequence[Any]]) -> str:
@@ -190,6 +190,7 @@ TABLES = {
     "optimum.json": lambda measured: optimum.table(measured["results"]),
     "rates.json": rates.table,
     "real.json": real.table,
+    "real.json, separated": real.separated,
     "reward_levels.json": reward_levels.table,
     "scaling.json": scaling,
     "statistics.json": statistics_of_today,
@@ -204,7 +205,7 @@ def filled(text: str) -> str:
     """The page with the tables of the saved results."""
 
     def table(place: re.Match) -> str:
-        measured = json.loads((HERE / "results" / place[2]).read_text(encoding="utf-8"))
+        measured = json.loads((HERE / "results" / place[3]).read_text(encoding="utf-8"))
         return f"{place[1]}{TABLES[place[2]](measured)}\n\n"
 
     return PLACE.sub(table, text)

@@ -78,6 +78,8 @@ RIVALS: dict[str, dict[str, Any]] = {
     # the score is measured, and no reward is given
     "distill": {"reference_prompt": "praised", "kl_coef": 1.0},
 }
+PARTED = "PPO", "PPO, running mean", "ReBN", "PPO, in groups", "GRPO", "TRL GRPO"
+IN_FLOAT32 = {"bf16": False, "model_init_kwargs": {"dtype": "float32"}}
 DRAWN = "reviews", "reverse"
 COLORS = {
     "PPO, by token": "#1f6f50",
@@ -317,6 +319,32 @@ def table(runs: list[dict]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def separated(runs: list[dict]) -> str:
+    """Markdown table: mean reward of the run, of PPO and of rivals that each lack a part of it."""
+    rewards: dict[tuple[str, str], dict[int, float]] = {}
+    for run in runs:
+        if run["seed"] in SEEDS and run["settings"] in ({}, IN_FLOAT32):
+            task = run["task"] + (", float32" if run["settings"] else "")
+            of_seed = rewards.setdefault((task, run["rival"]), {})
+            of_seed[run["seed"]] = statistics.mean(run["rewards"])
+    lines = [f"| task | {' | '.join(PARTED)} |", f"|---|{'---|' * len(PARTED)}"]
+    for task in dict.fromkeys(task for task, _ in rewards):
+        cells = []
+        for rival in PARTED:
+            # letters are paid to rivals that can tell them apart
+            own = rewards.get((task, rival)) or rewards.get((task, f"{rival}, by token"), {})
+            cells.append(by_seed([own[seed] for seed in sorted(own)]))
+        lines.append(f"| {task} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def by_seed(values: list[float]) -> str:
+    """Values of one or two seeds, of more their interval and number."""
+    if len(values) < 3:
+        return ", ".join(f"{x:.2f}" for x in values)
+    return f"{interval(values)} ({len(values)})"
 
 
 def figure(runs: list[dict]) -> str:
