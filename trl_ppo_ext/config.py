@@ -868,9 +868,11 @@ class PPOConfig(TRLFields, TrainingArguments):
                 f"{self.critic!r}."
             )
         if 0 < self.max_steps <= options.warmup_steps:
-            raise ValueError(
-                f"`critic_kwargs['warmup_steps']={options.warmup_steps}` leaves no step for the "
-                f"policy, as `max_steps={self.max_steps}`; lower the first or raise the second."
+            logger.warning(
+                "`critic_kwargs['warmup_steps']=%d` leaves no step for the policy, as "
+                "`max_steps=%d`; lower the first or raise the second.",
+                options.warmup_steps,
+                self.max_steps,
             )
         if self.critic == "adapter" and not options.backprop:
             raise ValueError(

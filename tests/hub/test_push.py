@@ -235,9 +235,9 @@ def test_hub_strategy_every_save_pushes_each_checkpoints_weights(hub, client):
     step_4 = contents(folder / "checkpoint-4")
     name = "adapter_model.safetensors"
     assert sha256(second.files[name]) == step_4[name] != sha256(first.files[name])
-    for commit, step in ((first, 2), (second, 4)):
+    for commit, when in ((first, "at step 2 of 4"), (second, "at the end of training (step 4)")):
         load(commit.files[name])
-        assert f"(step {step})" in commit.files["README.md"].decode()
+        assert f"Metrics {when}:" in commit.files["README.md"].decode()
 
 
 def test_hub_strategy_checkpoint_pushes_one_that_resumes_exactly(hub, client):

@@ -699,7 +699,7 @@ REFUSED = [
         "_sum'` needs `advantage_estimator='grpo'`, got 'rloo'",
     ),
     *(
-        (GDPO | shaping, "_sum'` needs .* rewards as they are: .*`kl_placement='loss'`")
+        (GDPO | shaping, "_sum'` needs rewards as they are: .*`kl_placement='loss'`")
         for shaping in ({"kl_coef": 0.1}, {"normalize_rewards": True}, {"missing_eos_penalty": 1.0})
     ),
     ({"critic": "both"}, "`critic` must be one of .*'both'"),
@@ -728,13 +728,18 @@ REFUSED = [
     ),
     ({"critic_learning_rate": 0.0}, "`critic_learning_rate` must be above 0"),
     ({"critic_kwargs": {"warmup_steps": -1}}, r"`critic_kwargs\['warmup_steps'\]`.*-1"),
-    (
-        {"critic_kwargs": {"warmup_steps": 4}, "max_steps": 4},
-        r"warmup_steps'\]=4` leaves no step for the policy, as `max_steps=4`",
-    ),
     ({"critic_kwargs": {"warmup_steps": 1.5}}, r"`critic_kwargs\['warmup_steps'\]`.*1.5"),
     ({"critic_kwargs": {"warm_up": 1}}, "`critic_kwargs`.*'warm_up'.*backprop"),
 ]
+
+
+def test_warm_up_of_a_whole_run_is_told(tmp_path, caplog, monkeypatch):
+    """It may be meant, by who tries a preset for a few steps."""
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    config(tmp_path, critic_kwargs={"warmup_steps": 3}, max_steps=4)
+    assert "for the policy" not in caplog.text
+    config(tmp_path, critic_kwargs={"warmup_steps": 4}, max_steps=4)
+    assert "warmup_steps']=4` leaves no step for the policy" in caplog.text
 
 
 def test_critic_warns_that_rewards_normalized_apart_are_summed(tmp_path, caplog, monkeypatch):
