@@ -11,6 +11,7 @@ import time
 import urllib.parse
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from http_rewards import KEY, TEMPLATE, judge, remote, scored, serving
@@ -401,6 +402,22 @@ def test_default_pattern_matches_the_last_score():
             score_in(answer)
     for answer, score in (("Score: 8", 8), ("I give 7 points", 7)):
         assert score_in(answer, pattern=r"Score: (\d+)|(\d+) points") == score
+
+
+def test_pattern_of_the_page_reads_scores_as_models_write_them():
+    page = Path(__file__).parents[3] / "docs" / "rewards.md"
+    [pattern] = re.findall(r'pattern=r"(.*)",', page.read_text(encoding="utf-8"))
+    scores = {
+        "Score: 8": 8,
+        "**Score:** 8": 8,
+        "Score: **8**": 8,
+        "Score: 8.5.": 8.5,
+        "score: 10/10": 10,
+        "Score: 8, as it is short": 8,
+    }
+    assert {answer: score_in(answer, pattern=pattern) for answer in scores} == scores
+    with pytest.raises(ValueError, match="no match"):
+        score_in("Score: 8,5", pattern=pattern)
 
 
 def test_template_without_the_completion_raises():
