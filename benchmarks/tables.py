@@ -16,12 +16,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "learning"))
+import agents
 import arena
 import optimum
 import rates
 import real
 import reward_levels
-import textworld_games
 import told
 from student import margin
 
@@ -193,10 +193,11 @@ TABLES = {
     "real.json, separated": real.separated,
     "reward_levels.json": reward_levels.table,
     "scaling.json": scaling,
+    "scienceworld.json": lambda runs: agents.table(runs, agents.HELD_OUT["scienceworld"]),
     "statistics.json": statistics_of_today,
     "step.json": step,
     "step_miniverl.json": step,
-    "textworld_games.json": textworld_games.table,
+    "textworld.json": lambda runs: agents.table(runs, agents.HELD_OUT["textworld"]),
     "told.json": told.table,
 }
 

@@ -9,12 +9,13 @@ from tiny import byte_tokenizer
 from trl.chat_template_utils import parse_response
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "recipes" / "textworld"), str(ROOT / "benchmarks" / "learning")]
+FOLDERS = "recipes/textworld", "recipes/smollm2", "benchmarks/learning"
+sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 pytestmark = pytest.mark.slow
 pytest.importorskip("textworld.generator", reason="needs the package, see `make test-environments`")
-from start import RESPONSES, TEMPLATE  # noqa: E402
+from agents import as_tool, costly  # noqa: E402
+from player import RESPONSES, TEMPLATE  # noqa: E402
 from text_games import TextWorld, rows, walkthrough  # noqa: E402
-from textworld_games import as_tool, costly  # noqa: E402
 
 SIZE = (2, 3, 3)
 
@@ -62,8 +63,8 @@ def test_games_started_in_threads_equal_those_started_in_turn(games):
 
 def test_cost_is_subtracted_from_the_reward_of_each_command(games):
     plain = TextWorld()
-    paid = costly(0.05)()
-    tool = as_tool(0.05)()
+    paid = costly(TextWorld, 0.05)()
+    tool = as_tool(costly(TextWorld, 0.05))()
     plain.reset(games[0], 0)
     paid.reset(games[0], 0)
     tool.reset(**games[0])
@@ -73,12 +74,12 @@ def test_cost_is_subtracted_from_the_reward_of_each_command(games):
         tool.command(text)
     assert [x - 0.05 for x, _ in rewards] == pytest.approx([x for _, x in rewards])
     assert tool.get_reward() == pytest.approx(sum(x for _, x in rewards))
-    assert paid.won and tool.won and costly(0.0) is TextWorld
+    assert paid.won and tool.won and costly(TextWorld, 0.0) is TextWorld
 
 
 def test_tools_play_the_same_episode(games):
     played = TextWorld()
-    tool = as_tool()()
+    tool = as_tool(TextWorld)()
     assert tool.reset(**games[0]) == played.reset(games[0], 0)
     *seen, last = [tool.command(command) for command in commands(games[0])]
     assert (

@@ -1,22 +1,22 @@
-"""PPO, its rivals here, and TRL's own GRPOTrainer on TextWorld with SmolLM2-135M-Instruct, at equal
-episodes.
+"""PPO, its rivals here, and TRL's own GRPOTrainer on environments of other packages, TextWorld and
+ScienceWorld, with SmolLM2-135M-Instruct, at equal episodes.
 
-    # games, supervised start, and its held-out success
-    python benchmarks/learning/textworld_games.py prepare
+    # supervised start, and its held-out success
+    python benchmarks/learning/agents.py textworld prepare
     # tune on a seed of its own, then five seeds
-    python benchmarks/learning/textworld_games.py PPO
-    python benchmarks/learning/textworld_games.py PPO --rate 1e-3 --seed 0
+    python benchmarks/learning/agents.py textworld PPO
+    python benchmarks/learning/agents.py scienceworld PPO --rate 1e-3 --seed 0
     # each command costs that much
-    python benchmarks/learning/textworld_games.py PPO --rate 5e-4 --seed 0 --cost 0.05
+    python benchmarks/learning/agents.py textworld PPO --rate 5e-4 --seed 0 --cost 0.05
     # a rollout of 64 episodes over the model's own work
-    python benchmarks/learning/textworld_games.py parallel
-    python benchmarks/learning/textworld_games.py --table
+    python benchmarks/learning/agents.py textworld parallel
+    python benchmarks/learning/agents.py textworld --table
 
-All have the same start, games, rewards, episodes, optimizer steps, and LoRA of rank 16. One thread
-each. A run is scored once, at its end, on games that nobody trains on, of the same size and a
-larger one, by one program for all: greedily, and at temperature 1. TRL's trainer plays the same
-episodes with `environment_factory`, because the chat template of the start reads a turn as the call
-of a tool. Writes benchmarks/results/textworld_games.json.
+All have the same start, episodes, rewards, optimizer steps, and LoRA of rank 16. One thread each. A
+run is scored once, at its end, on episodes that nobody trains on, by one program for all: greedily,
+and at temperature 1. TRL's trainer plays the same episodes with `environment_factory`, because the
+chat template of the start reads a turn as the call of a tool. Writes
+benchmarks/results/textworld.json and scienceworld.json.
 """
 
 import argparse
@@ -27,30 +27,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "recipes" / "textworld"), str(ROOT)]
+RECIPES = ROOT / "recipes"
+FOLDERS = "textworld", "scienceworld", "smollm2"
+sys.path[:0] = [*(str(RECIPES / folder) for folder in FOLDERS), str(ROOT)]
 
 from picture import Curve, picture
 from student import margin
 
-RESULTS = ROOT / "benchmarks" / "results" / "textworld_games.json"
+RESULTS = ROOT / "benchmarks" / "results"
 FIGURE = ROOT / "docs" / "textworld.svg"
-RUNS = Path("runs/textworld")
+RUNS = Path("runs")
 RATES = (5e-4, 1e-3)
 TUNED_ON = 100
 SEEDS = (0, 1, 2, 3, 4)
 SEVERAL = 3  # seeds, from which on there are intervals and curves
-# seeds of games
-TRAINED = range(96)
-HELD_OUT = range(2000, 2032)
-# rooms, objects, and commands of the quest; no rival trains on larger ones
-SMALL = (2, 3, 3)
-LARGER = (3, 4, 4)
 PARTS = slice(4, 8), slice(-4, None)  # of the table
 # episodes, optimizer steps from them, rollouts, tokens
 ROLLOUT = 32
@@ -79,37 +76,66 @@ COLORS = {
 }
 
 
+@dataclass(frozen=True)
+class Engine:
+    """Episodes of another package, and a model that knows how to begin."""
+
+    environment: Any
+    trained: list[dict]
+    held_out: list[list[dict]]
+    start_model: Callable[[], str]
+
+
+def textworld() -> Engine:
+    """Games of two rooms; held out are others of this size, and larger ones."""
+    from start import start_model
+    from text_games import SIZES, TextWorld, rows
+
+    held_out = [rows(range(2000, 2032), [size]) for size in SIZES[:2]]
+    return Engine(TextWorld, rows(range(96), SIZES[:1]), held_out, start_model)
+
+
+def scienceworld() -> Engine:
+    """Animals that live longest and shortest; held out are the variations that the engine keeps
+    for tests."""
+    from science_world import ScienceWorld, rows, start_model
+
+    return Engine(ScienceWorld, rows("train"), [rows("test")], start_model)
+
+
+ENGINES = {"textworld": textworld, "scienceworld": scienceworld}
+# what is held out, as the table names it
+HELD_OUT = {"textworld": ["held-out", "larger"], "scienceworld": ["held-out"]}
+
+
 def won(environments: list, **kwargs) -> list[float]:
     """Whether each episode was won, which nobody optimizes."""
     return [float(environment.won) for environment in environments]
 
 
-def costly(cost: float) -> Any:
-    """The environment with a cost of each command; without one it is the recipe's."""
-    from text_games import TextWorld
-
+def costly(environment: Any, cost: float) -> Any:
+    """The environment with a cost of each command."""
     if not cost:
-        return TextWorld
+        return environment
 
-    class CostlyTextWorld(TextWorld):
+    class Costly(environment):
         def step(self, text: str) -> tuple[str, float, bool]:
             seen, reward, done = super().step(text)
             return seen, reward - cost, done
 
-    return CostlyTextWorld
+    return Costly
 
 
-def as_tool(cost: float = 0.0) -> Any:
+def as_tool(environment: Any) -> Any:
     """The environment as TRL has them: its method is the tool that the chat template calls with
     each turn."""
-    environment = costly(cost)
 
-    class TextWorldTool:
-        def reset(self, game: str, turns: int, **row) -> str:
+    class Tool:
+        def reset(self, **row) -> str:
             self._played = environment()
             self._rewards = 0.0
             self.won = False
-            return self._played.reset({"game": game, "turns": turns}, 0)
+            return self._played.reset(row, 0)
 
         def command(self, command: str) -> str:
             """
@@ -129,7 +155,7 @@ def as_tool(cost: float = 0.0) -> Any:
         def get_reward(self) -> float:
             return self._rewards
 
-    return TextWorldTool
+    return Tool
 
 
 def dtype() -> str:
@@ -160,14 +186,14 @@ def settings(rollouts: int = ROLLOUTS, **given) -> dict[str, Any]:
     } | given
 
 
-def train(rival: str, rate: float, seed: int, given: dict, cost: float = 0.0) -> dict:
+def train(
+    engine: Engine, rival: str, rate: float, seed: int, given: dict, cost: float = 0.0
+) -> dict:
     """Train a rival; return rewards, successes and seconds of each rollout, and its held-out
     success."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from start import start_model
-    from text_games import rows
     from trl import GRPOConfig, GRPOTrainer
 
     from trl_ppo_ext import PPOConfig, PPOTrainer
@@ -188,24 +214,25 @@ def train(rival: str, rate: float, seed: int, given: dict, cost: float = 0.0) ->
         return scores
 
     common = settings(learning_rate=rate, seed=seed) | RIVALS[rival] | given
-    data = Dataset.from_list(rows(TRAINED, [SMALL]) * -(-ROLLOUT * ROLLOUTS // len(TRAINED)))
+    data = Dataset.from_list(engine.trained * -(-ROLLOUT * ROLLOUTS // len(engine.trained)))
+    played = costly(engine.environment, cost)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = {"model": start_model(), "train_dataset": data, "peft_config": lora}
+        arguments = {"model": engine.start_model(), "train_dataset": data, "peft_config": lora}
         if rival.startswith("TRL"):
             args = GRPOConfig(folder, reward_weights=[0.0], **common)
             run = GRPOTrainer(
-                args=args, reward_funcs=success, environment_factory=as_tool(cost), **arguments
+                args=args, reward_funcs=success, environment_factory=as_tool(played), **arguments
             )
         else:
             args = PPOConfig(folder, **common)
             run = PPOTrainer(
-                args=args, monitor_funcs=success, environment_factory=costly(cost), **arguments
+                args=args, monitor_funcs=success, environment_factory=played, **arguments
             )
         start = time.monotonic()
         run.train()
         run.save_model(folder)
-        held_out = score(start_model(), folder)
+        held_out = score(engine, engine.start_model(), folder)
     history = [row for row in run.state.log_history if "reward" in row]
     names = {name for row in history for name in row if name in LOGGED or name.startswith("value/")}
     logged = {
@@ -222,51 +249,48 @@ def train(rival: str, rate: float, seed: int, given: dict, cost: float = 0.0) ->
     return result | {"won": wins, "seconds": seconds, "held_out": held_out, "logged": logged}
 
 
-def score(model: str, adapter: str | None = None) -> dict:
-    """Success of a model on held-out games of each size: greedily, and at temperature 1."""
+def score(engine: Engine, model: str, adapter: str | None = None) -> dict:
+    """Success of a model on what is held out: greedily, and at temperature 1."""
     import torch
     from datasets import Dataset
-    from text_games import TextWorld, rows
 
     from trl_ppo_ext import PPOConfig, PPOTrainer
 
     torch.set_num_threads(1)
-    scores: dict[str, list[float]] = {}
+    wins: list[float] = []
 
     def success(environments, **kwargs):
-        scores.setdefault(name, []).extend(won(environments))
+        wins.extend(won(environments))
         return won(environments)
 
+    means: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, temperature in {"greedy": 0.0, "sampled": 1.0}.items():
             chosen = settings(
                 1, critic="none", advantage_estimator="rebn", seed=0, eval_temperature=temperature
             )
             args = PPOConfig(f"{folder}/{name}", per_device_eval_batch_size=32, **chosen)
-            data = Dataset.from_list(rows(HELD_OUT, [SMALL, LARGER]))
+            data = Dataset.from_list([row for rows in engine.held_out for row in rows])
             arguments = {
-                "environment_factory": TextWorld,
+                "environment_factory": engine.environment,
                 "monitor_funcs": success,
                 "peft_config": adapter,
             }
+            wins.clear()
             PPOTrainer(model, args=args, train_dataset=data, **arguments).evaluate(data)
-    count = len(HELD_OUT)
-    means = {
-        name: [round(statistics.mean(part), 4) for part in (x[:count], x[count:])]
-        for name, x in scores.items()
-    }
-    print(f"held-out success, of this size and the larger one: {means}", flush=True)
+            left = iter(wins)
+            parts = [[next(left) for _ in rows] for rows in engine.held_out]
+            means[name] = [round(statistics.mean(part), 4) for part in parts]
+    print(f"held-out success: {means}", flush=True)
     return means
 
 
-def prepare() -> None:
-    """Make games and the start, and score it and the base."""
-    from start import base_model, start_model
-    from text_games import rows
+def prepare(engine: Engine, runs: Path) -> None:
+    """Make the start, and score it and the base."""
+    from player import base_model
 
-    rows(TRAINED, [SMALL])
-    for name, model in (("base", base_model()), ("start", start_model())):
-        file = RUNS / f"{name}.json"
+    for name, model in (("start", engine.start_model()), ("base", base_model())):
+        file = runs / f"{name}.json"
         if not file.exists():
             print(name, flush=True)
             untrained = {
@@ -276,20 +300,18 @@ def prepare() -> None:
                 "settings": {},
                 "dtype": dtype(),
             }
-            file.write_text(json.dumps(untrained | {"held_out": score(model)}))
+            file.write_text(json.dumps(untrained | {"held_out": score(engine, model)}))
 
 
-def parallel(episodes: int = 64) -> None:
+def parallel(engine: Engine, episodes: int = 64) -> None:
     """Time a rollout of episodes that are played at once, over the model's own work in it."""
     import torch
     from datasets import Dataset
-    from start import start_model
-    from text_games import TextWorld, rows
 
     from trl_ppo_ext import PPOConfig, PPOTrainer
 
     torch.set_num_threads(1)
-    data = Dataset.from_list(rows(range(episodes), [LARGER]))
+    data = Dataset.from_list(engine.trained[:episodes])
     spent = {"play": 0.0, "model": 0.0}
 
     def timed(function: Callable, name: str) -> Callable:
@@ -306,7 +328,10 @@ def parallel(episodes: int = 64) -> None:
             1, critic="none", advantage_estimator="rebn", per_device_eval_batch_size=episodes
         )
         run = PPOTrainer(
-            start_model(), None, PPOConfig(folder, **chosen), data, environment_factory=TextWorld
+            engine.start_model(),
+            args=PPOConfig(folder, **chosen),
+            train_dataset=data,
+            environment_factory=engine.environment,
         )
         player = run.components.player
         conversation = player.generator.conversation
@@ -323,8 +348,8 @@ def parallel(episodes: int = 64) -> None:
             )
 
 
-def once(rival: str, rate: float, seed: int, given: dict, cost: float) -> dict:
-    """Train, unless the run is saved."""
+def once(name: str, rival: str, rate: float, seed: int, given: dict, cost: float) -> dict:
+    """Train with an engine, unless the run is saved."""
     parts = [
         rival.replace(" ", "_"),
         f"{rate:g}",
@@ -333,9 +358,9 @@ def once(rival: str, rate: float, seed: int, given: dict, cost: float) -> dict:
     ]
     if cost:
         parts.append(f"cost{cost:g}")
-    file = RUNS / ("-".join(parts).replace("/", "_") + ".json")
+    file = RUNS / name / ("-".join(parts).replace("/", "_") + ".json")
     if not file.exists():
-        result = train(rival, rate, seed, given, cost)
+        result = train(ENGINES[name](), rival, rate, seed, given, cost)
         file.write_text(json.dumps(result))
     return json.loads(file.read_text())
 
@@ -384,13 +409,12 @@ def figure(runs: list[dict]) -> str:
     return picture({"TextWorld, games won": curves}, ROLLOUT, "episodes")
 
 
-def table(runs: list[dict]) -> str:
-    """Markdown table: success in training and on held-out games of each size, in percent."""
-    lines = [
-        "| | rate | seeds | rollouts 5-8 | last 4 | held-out, greedy | sampled | larger, greedy | "
-        "sampled | time, s |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+def table(runs: list[dict], held_out: list[str]) -> str:
+    """Markdown table: success in training and on what is held out, in percent."""
+    names = ["", "rate", "seeds", "rollouts 5-8", "last 4"]
+    names += [name for part in held_out for name in (f"{part}, greedy", "sampled")]
+    names.append("time, s")
+    lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
     for (rival, cost, rate), group in grouped(runs).items():
         if cost:
             label = f"{rival}, cost {cost:g}"
@@ -403,7 +427,7 @@ def table(runs: list[dict]) -> str:
             cells = [f"{rate:g}", str(len(group)), *map(interval, parts), f"{seconds:.0f}"]
         scores = [
             [run["held_out"][name][size] for run in group]
-            for size in (0, 1)
+            for size in range(len(held_out))
             for name in ("greedy", "sampled")
         ]
         cells[4:4] = map(interval, scores)
@@ -416,6 +440,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("what", nargs="?", choices=["prepare", "parallel", *RIVALS])
     parser.add_argument("--rate", type=float, nargs="*", default=RATES)
     parser.add_argument("--seed", type=int, nargs="*", default=None)
@@ -423,35 +448,46 @@ def main() -> None:
         "--cost", type=float, default=0.0, help="cost of each command, subtracted from the reward"
     )
     parser.add_argument("--set", type=json.loads, default={}, help="further settings as JSON")
-    parser.add_argument("--table", action="store_true", help="gather runs/textworld in the results")
+    parser.add_argument("--table", action="store_true", help="gather the runs in the results")
     options = parser.parse_args()
-    RUNS.mkdir(parents=True, exist_ok=True)
+    folder = RUNS / options.engine
+    folder.mkdir(parents=True, exist_ok=True)
     if options.table:
-        known = {
-            key(run): run for run in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])
-        }
-        known |= {
-            key(run): run
-            for run in map(json.loads, (file.read_text() for file in sorted(RUNS.glob("*.json"))))
-        }
-        runs = list(known.values())
-        RESULTS.write_text("[" + ",\n".join(map(json.dumps, runs)) + "]\n")
-        FIGURE.write_text(figure(runs))
-        print(table(runs))
+        gather(options.engine, folder)
     elif options.what == "prepare":
-        prepare()
+        prepare(ENGINES[options.engine](), folder)
     elif options.what == "parallel":
-        parallel()
-    elif options.seed is not None:
-        for rate, seed in product(options.rate, options.seed):
-            once(options.what, rate, seed, options.set, options.cost)
+        parallel(ENGINES[options.engine]())
     else:
-        tuned = [
-            once(options.what, rate, TUNED_ON, options.set, options.cost) for rate in options.rate
-        ]
+        train_all(options)
+
+
+def gather(name: str, folder: Path) -> None:
+    """Add the saved runs to the results, draw them, and print the table."""
+    results = RESULTS / f"{name}.json"
+    saved = json.loads(results.read_text()) if results.exists() else []
+    saved += [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    runs = list({key(run): run for run in saved}.values())
+    results.write_text("[" + ",\n".join(map(json.dumps, runs)) + "]\n")
+    if name == "textworld":
+        FIGURE.write_text(figure(runs))
+    print(table(runs, HELD_OUT[name]))
+
+
+def train_all(options: argparse.Namespace) -> None:
+    """Train on the seeds given, or tune the rate and train on all."""
+
+    def trained(rate: float, seed: int) -> dict:
+        return once(options.engine, options.what, rate, seed, options.set, options.cost)
+
+    if options.seed is not None:
+        for rate, seed in product(options.rate, options.seed):
+            trained(rate, seed)
+    else:
+        tuned = [trained(rate, TUNED_ON) for rate in options.rate]
         best = max(tuned, key=lambda run: statistics.mean(run["won"]))["rate"]
         for seed in SEEDS:
-            once(options.what, best, seed, options.set, options.cost)
+            trained(best, seed)
 
 
 if __name__ == "__main__":
