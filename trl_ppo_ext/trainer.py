@@ -468,7 +468,10 @@ class PPOTrainer(Trainer):
         if self.curriculum is not None:
             seed = hash((self.args.prompt_seed, self.state.global_step)) % 2**31
             with guarded(seed, self.accelerator.device):
-                drawn = weighted_rows(self.curriculum, self.run_state.played, self.plan, seed)
+                draw = partial(
+                    weighted_rows, self.curriculum, self.run_state.played, self.plan, seed
+                )
+                drawn = distributed.on_every_rank(draw, Exception)
             numbers = drawn[self.accelerator.process_index * size :][:size]
         prompts = self._next_rows or self._read(numbers)
         self._next_rows = []
@@ -504,7 +507,8 @@ class PPOTrainer(Trainer):
 
     def _read(self, numbers: Sequence[int]) -> list[dict]:
         unique = sorted(set(numbers))
-        rows = dict(zip(unique, self._train_rows.__getitems__(unique)))
+        read = partial(self._train_rows.__getitems__, unique)
+        rows = dict(zip(unique, distributed.on_every_rank(read, Exception)))
         return [rows[number] for number in numbers]
 
     def _begin_next(self) -> None:

@@ -137,6 +137,17 @@ def test_scores_of_another_scale_begin_anew(tmp_path):
     assert 0 < max(state.spreads) < 100 and state.critic.returns.unit < 100
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.05), (0.05, 0.5)])
+def test_changed_kl_coef_takes_the_place_of_an_adapted_one(tmp_path, before, after):
+    saving = {"save_strategy": "steps", "save_steps": 4, "resume_with_changed_settings": True}
+    target = {"kl_target": 0.5} if before else {}
+    trainer(tmp_path, kl_coef=before, max_steps=4, **target, **saving).train()
+    resumed = trainer(tmp_path, kl_coef=after, kl_target=0.5, max_steps=6, **saving)
+    resumed.train(resume_from_checkpoint=True)
+    logged = [entry["kl_coef"] for entry in resumed.state.log_history if "kl_coef" in entry]
+    assert logged[-1] == after
+
+
 @pytest.mark.parametrize("rates", [(None, 1e-2), (1e-2, None)], ids=str)
 @pytest.mark.parametrize("critic", ["head", "adapter"])
 def test_own_rate_of_a_critic_may_be_set_or_removed(tmp_path, critic, rates):

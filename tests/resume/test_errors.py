@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import IterableDataset
 from processes import finished, start
 from runs_of_tiny import trainer, weights
 from tiny import length_reward, prompts
@@ -126,11 +127,28 @@ def test_callback_that_fails_after_a_step_loses_nothing(whole, tmp_path, error):
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 
 
+def ends_on_two_ranks(built):
+    """Train a run that fails, and write down why it ended on this rank."""
+    try:
+        built.train()
+    except Exception as error:
+        rank = built.accelerator.process_index
+        Path(built.args.output_dir, f"error-{rank}").write_text(f"{error} {error.__notes__}")
+        raise SystemExit(3) from error
+
+
+def check_ends(folder, cause):
+    """Both name the cause, and the last step is saved."""
+    verify(folder / "checkpoint-4")
+    first, second = ((folder / f"error-{rank}").read_text() for rank in range(2))
+    assert first.startswith("on rank 1: ") and cause in first and second.startswith(cause)
+    assert all("holds all optimizer steps so far" in text for text in (first, second))
+
+
 @pytest.mark.parametrize("sharding", [{}, FSDP2], ids=["DDP", "FSDP2"])
 def test_sampling_error_on_one_rank_ends_all_with_a_checkpoint(tmp_path, sharding):
     def fail():
         built = trainer(tmp_path, max_steps=8, **sharding)
-
         generator = built.components.player.generator
         sample = generator.generate
 
@@ -140,19 +158,39 @@ def test_sampling_error_on_one_rank_ends_all_with_a_checkpoint(tmp_path, shardin
             return sample(*args, **kwargs)
 
         generator.generate = failing
-        try:
-            built.train()
-        except Exception as error:
-            Path(tmp_path, f"error-{built.accelerator.process_index}").write_text(
-                f"{error} {error.__notes__}"
-            )
-            raise SystemExit(3) from error
+        ends_on_two_ranks(built)
 
     assert finished(start(fail, 2), bound=60) == [3, 3]
-    verify(tmp_path / "checkpoint-4")
-    for rank, cause in enumerate(["on rank 1: FaultError: no memory", "no memory"]):
-        text = (tmp_path / f"error-{rank}").read_text()
-        assert text.startswith(cause) and "holds all optimizer steps so far" in text
+    check_ends(tmp_path, "no memory")
+
+
+def test_bad_row_of_a_stream_on_one_rank_ends_all_with_a_checkpoint(tmp_path):
+    """A rank reads its own rows only."""
+
+    def rows():
+        for number, row in enumerate(prompts(40)):
+            yield {"prompt": None if number == 30 else row["prompt"]}
+
+    def fail():
+        stream = IterableDataset.from_generator(rows)
+        ends_on_two_ranks(trainer(tmp_path, dataset=stream, max_steps=8, generation_batch_size=16))
+
+    assert finished(start(fail, 2), bound=60) == [3, 3]
+    check_ends(tmp_path, "Row 30 of `train_dataset`")
+
+
+def test_curriculum_that_fails_on_one_rank_ends_all_with_a_checkpoint(tmp_path):
+    def fail():
+        def curriculum(episodes, scores):
+            if built.state.global_step == 4 and built.accelerator.process_index == 1:
+                raise FaultError("no weights")
+            return 1 + episodes
+
+        built = trainer(tmp_path, max_steps=8, curriculum=curriculum)
+        ends_on_two_ranks(built)
+
+    assert finished(start(fail, 2), bound=60) == [3, 3]
+    check_ends(tmp_path, "no weights")
 
 
 def test_error_in_the_optimizer_leaves_no_inexact_checkpoint(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from runs_of_tiny import rollouts_of, trainer, weights
 
 from trl_ppo_ext import ppo_math
+from trl_ppo_ext.checkpoints.files import CheckpointError
 from trl_ppo_ext.modeling.critics import Units, rewards_so_far
 from trl_ppo_ext.ppo.rollouts import score_tokens
 
@@ -249,7 +250,8 @@ def test_best_model_has_the_units_of_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-def test_critic_keeps_its_units_if_resume_changes_the_setting(tmp_path, normalized):
+def test_critic_does_not_resume_in_other_units(tmp_path, normalized):
+    """Its weights predict in one, and the config's scale the advantages."""
     settings = {
         "save_strategy": "steps",
         "save_steps": 3,
@@ -261,6 +263,5 @@ def test_critic_keeps_its_units_if_resume_changes_the_setting(tmp_path, normaliz
         for x in (normalized, not normalized)
     )
     first.train()
-    again.train(resume_from_checkpoint=str(tmp_path / str(normalized) / "checkpoint-3"))
-    assert again.state.global_step == 6
-    assert again.actor_critic.value_head.is_normalized is normalized
+    with pytest.raises(CheckpointError, match=f"normalize_values .was {normalized}.* Restore"):
+        again.train(resume_from_checkpoint=str(tmp_path / str(normalized) / "checkpoint-3"))

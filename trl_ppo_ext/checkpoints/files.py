@@ -284,6 +284,8 @@ def check_settings(
     followed_metric, follows_metric = (schedule in METRIC_SCHEDULES for schedule in schedules)
     if followed_metric != follows_metric:  # one counts evaluations, the other one steps
         impossible.add("lr_scheduler_type")
+    if "normalize_values" in changed and "critic" not in changed:  # the critic's weights have units
+        impossible.add("normalize_values")
     if impossible or (refused and not may_change):
         listed = ", ".join(changed[name] for name in sorted(impossible or refused))
         if impossible:

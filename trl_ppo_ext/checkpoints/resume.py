@@ -294,7 +294,8 @@ def _read(directory: str, args: PPOConfig, inputs: dict[str, Any]) -> Checkpoint
             f"`{directory}` has other contents than this version of the package writes "
             f"({type(error).__name__}: {error}); resume with the version that wrote it."
         ) from error
-    if args.kl_target is None:  # a constant coefficient is the config's
+    # a constant coefficient is the config's, and so is one that was changed; others were adapted
+    if args.kl_target is None or "kl_coef" in change.listed:
         progress = progress._replace(run=progress.run._replace(kl_coef=args.kl_coef))
     return Checkpoint(directory, progress, change)
 

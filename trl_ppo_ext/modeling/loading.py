@@ -284,8 +284,8 @@ def check_loaded(model_id: str, report: Mapping[str, Any], needed: str) -> None:
 
 
 def _prepare_modules(model: nn.Module) -> None:
-    """Disable dropout of layers that are recomputed, and keep 4-bit ones on the kernel that has
-    a backward."""
+    """Disable dropout of layers that are recomputed, the loss of frozen routers, which fails while
+    sampling, and the kernel of 4-bit layers that has no backward."""
     for module in model.modules():
         # on CPUs with AVX512-BF16, bitsandbytes repacks `Linear4bit` weights at the first forward
         # without gradients, and later training forwards lose their gradient without an error
@@ -297,6 +297,8 @@ def _prepare_modules(model: nn.Module) -> None:
             for name, x in list(vars(owner).items()):
                 if isinstance(x, float) and "drop" in name:
                     setattr(owner, name, 0.0)
+                elif name == "output_router_logits":
+                    setattr(owner, name, False)
 
 
 def _settle_task_type(config: PeftConfig) -> None:
@@ -455,13 +457,13 @@ def _train_adapters(policy: PeftModel, names: Sequence[str | None]) -> None:
 
 
 def _check_units_of_critic(head: Critic, args: PPOConfig) -> None:
-    """Raise if a saved critic predicts in other units than the config names."""
-    is_chosen = "normalize_values" in args.changed_fields
-    if is_chosen and head.is_normalized != bool(args.normalize_values):
+    """Raise if a saved critic predicts in other units than the config names, by which advantages
+    are scaled."""
+    if head.is_normalized != bool(args.normalize_values):
         raise ValueError(
             f"`normalize_values` must be {head.is_normalized} for `critic_init="
             f"{args.critic_init!r}`, which predicts in these units, got "
-            f"{bool(args.normalize_values)}; change or omit it."
+            f"{bool(args.normalize_values)}; set `normalize_values={head.is_normalized}`."
         )
 
 

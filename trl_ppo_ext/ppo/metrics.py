@@ -125,8 +125,8 @@ def log_rewards(
         applies = valid & ~scores.isnan() & ~failed
         metrics.mean(f"rewards/{name}/mean", scores, applies)
         variance = ppo_math.masked_var(scores.nan_to_num(), applies, all_sum)
-        # a reward that applies to none has no deviation
-        metrics.mean(f"rewards/{name}/std", variance.sqrt(), applies.any())
+        # a reward that applies to none, on any rank, has no deviation
+        metrics.mean(f"rewards/{name}/std", variance.sqrt(), all_sum(applies.sum()) > 0)
         metrics.total(f"rewards/{name}/failed", failed & valid)
     valid = valid & scored.usable
     metrics.mean("reward", scored.totals, valid)

@@ -112,6 +112,8 @@ STREAMS |= {
         # so is this one; its trunk is unnamed
         ("llama4_text", SPARSE | {"head_dim": 8, "intermediate_size_mlp": 64}),
         ("gemma3n_text", STREAMS | {"num_key_value_heads": 2}),  # its layers' states have four axes
+        # its config asks for the loss of its routers, which reads a mask of all tokens
+        ("mixtral", SPARSE | {"output_router_logits": True}),
     ],
 )
 def test_models_of_unusual_parts_score_what_they_sample(tmp_path, kind, sizes):
