@@ -51,6 +51,17 @@ def check_unknown_arguments(unknown: dict[str, Any]) -> None:
         raise TypeError(f"PPOTrainer has no argument `{name}`{hint}.")
 
 
+def check_methods(trainer_class: type) -> None:
+    """Raise if a subclass overrides what only GRPOTrainer calls: it would train without it."""
+    for name, remedy in TABLES["methods"].items():
+        owner = next((x for x in trainer_class.__mro__ if name in vars(x)), None)
+        if owner is not None and not owner.__module__.startswith("transformers."):
+            raise TypeError(
+                f"{owner.__name__} defines `{name}`, which GRPOTrainer calls and PPOTrainer does "
+                f"not; use {remedy}."
+            )
+
+
 def settle_trainer_arguments(
     model: Any,
     reward_funcs: list,

@@ -789,6 +789,11 @@ class PPOConfig(TRLFields, TrainingArguments):
                 raise ValueError(
                     f"`{name}={value}` needs `metric_for_best_model`, e.g. 'eval_reward'."
                 )
+        if self.save_strategy == "best" and self.eval_strategy == "no":
+            raise ValueError(
+                "`save_strategy='best'` saves nothing without evaluations; set `eval_strategy`, or "
+                "`save_strategy='steps'`."
+            )
 
     def _check_kl(self) -> None:
         """Check the KL's estimator, place and coefficient."""
@@ -925,7 +930,9 @@ class PPOConfig(TRLFields, TrainingArguments):
                 raise ValueError(
                     f"`generation_kwargs` holds `{name}`, an unknown field of `GenerationConfig`."
                 )
-            if unread := [name for name in self.changed_fields if name.startswith("vllm_")]:
+            chosen = [name for name in self.changed_fields if name.startswith("vllm_")]
+            # False is what it settles on, e.g. in a config that was saved
+            if unread := [name for name in chosen if getattr(self, name) is not False]:
                 logger.warning(
                     "Without `use_vllm=True` these fields have no effect: %s.", ", ".join(unread)
                 )

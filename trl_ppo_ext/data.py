@@ -308,9 +308,13 @@ def prompt_limit(
 
 def _check_columns(dataset: Any, name: str, others: Mapping[str, str]) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
+        got = type(dataset).__name__
+        if isinstance(dataset, list) and dataset:
+            got += f" of {type(dataset[0]).__name__}"
         raise TypeError(
             f"`{name}` must be a `datasets.Dataset`, an `IterableDataset` or a list of dicts, got "
-            f"{type(dataset).__name__}; `Dataset.from_pandas` turns a DataFrame into one."
+            f"{got}; `Dataset.from_pandas`, `Dataset.from_dict` or "
+            "`IterableDataset.from_generator` makes one."
         )
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise PromptError(

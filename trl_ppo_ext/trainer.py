@@ -35,6 +35,7 @@ from . import distributed
 from .arguments import (
     as_list,
     check_callbacks,
+    check_methods,
     check_unknown_arguments,
     read_prompts,
     settle_trainer_arguments,
@@ -47,6 +48,7 @@ from .concurrency import FAILURES
 from .config import PPOConfig
 from .data import PROMPT_IDS, RolloutSampler, Rows, StreamedRows, weighted_rows
 from .episodes import Environments, Player, build_player, record
+from .modeling.adapters import check_has_adapter
 from .modeling.critics import CriticFactory
 from .modeling.loading import add_critic_to_optimizer, load_actor_critic
 from .ppo.credit import build_credit
@@ -187,6 +189,7 @@ class PPOTrainer(Trainer):
     ):
         # 1. Check the arguments, before anything is loaded.
         check_unknown_arguments(unknown)
+        check_methods(type(self))
         if isinstance(model, str):
             model_id = model
         else:
@@ -308,7 +311,7 @@ class PPOTrainer(Trainer):
         self._begin_state()
 
         # 6. Show parts under TRL's names, and add the callbacks.
-        self.reward_funcs = [
+        self._reward_funcs = [
             x.model if isinstance(x, ClassifierReward) else entry
             for x, entry in zip(rewards, reward_list + environments.rewards)
         ]
@@ -406,6 +409,11 @@ class PPOTrainer(Trainer):
         return [episode.environment for episode in self.components.player.lent] or None
 
     @property
+    def reward_funcs(self) -> list[Any]:
+        """Rewards, which a run does not change: other ones need another trainer."""
+        return list(self._reward_funcs)
+
+    @property
     def reward_weights(self) -> Tensor:
         """Weights of the rewards, which a run does not change."""
         return torch.tensor(self.components.reward_weights or [1.0] * len(self.components.rewards))
@@ -424,6 +432,7 @@ class PPOTrainer(Trainer):
     ) -> Tensor:
         """Run one micro-batch; before the first one of a rollout collect it (only this uses
         `inputs`)."""
+        self.args.check_unchanged()  # by a callback
         # 1. Collect a rollout (ppo/rollouts.py).
         begin = time.perf_counter()
         micro_batch = next(self.updates.micro_batches, None)
@@ -759,6 +768,7 @@ class PPOTrainer(Trainer):
                 "by a reward function or an environment; call them in a `TrainerCallback`, or set "
                 "`eval_strategy`."
             )
+        self.args.check_unchanged()
         self._evaluated = metric_key_prefix
         self._metrics["eval"].load_state_dict({})  # of an evaluation that failed
         with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
@@ -842,6 +852,7 @@ class PPOTrainer(Trainer):
         )
         # of a command line
         source = {"true": True, "false": False, "none": None}.get(str(source).lower(), source)
+        check_has_adapter(self.actor_critic.policy, self.actor_critic.policy_adapter)
         self._forget_last_training()
         check_callbacks(self.callback_handler.callbacks)
         # what was drawn since the constructor must not matter

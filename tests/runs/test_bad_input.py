@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from trl_ppo_ext import PPOConfig, PPOTrainer, arguments
 from trl_ppo_ext import trainer as trainers
+from trl_ppo_ext.modeling import ActorCritic
 from trl_ppo_ext.ppo import metrics
 from trl_ppo_ext.tracking import completions
 
@@ -102,6 +103,64 @@ def test_fields_of_a_subclass_may_be_set_after_the_construction(tmp_path):
     args.gamma = 0.9
     with pytest.raises(ValueError, match=r"^`gamma` of the config changed"):
         args.check_unchanged()
+
+
+class Sets(TrainerCallback):
+    """A schedule that a callback writes into the config."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        args.temperature *= 0.9
+
+
+def test_field_that_a_callback_sets_ends_the_run_at_the_next_step(tmp_path):
+    """The rollout's log-probs are of the earlier temperature."""
+    built = build(tmp_path, {"callbacks": [Sets()]}, max_steps=4)
+    with pytest.raises(ValueError, match=r"^`temperature` of the config changed") as error:
+        built.train()
+    assert built.state.global_step == 1 and "checkpoint-1" in error.value.__notes__[0]
+
+
+def test_field_that_is_set_before_an_evaluation_is_refused(tmp_path):
+    built = build(tmp_path, {})
+    built.args.max_completion_length = 3
+    with pytest.raises(ValueError, match=r"^`max_completion_length` of the config changed"):
+        built.evaluate(prompts(2))
+
+
+def test_rewards_cannot_be_replaced(tmp_path):
+    built = build(tmp_path, {})
+    with pytest.raises(AttributeError, match=r"reward_funcs.*has no setter"):
+        built.reward_funcs = [needs_target]
+    assert built.reward_funcs == [length_reward]
+
+
+def test_subclass_with_a_method_of_grpo_is_refused(tmp_path, nothing_is_loaded):
+    class Mixin:
+        def _calculate_rewards(self, *inputs):
+            return 0
+
+    class Mine(Mixin, PPOTrainer):
+        pass
+
+    with pytest.raises(
+        TypeError, match=r"Mixin defines `_calculate_rewards`.*use a reward function"
+    ):
+        Mine(llama(), length_reward, config(tmp_path), prompts(), processing_class=tokenizer())
+
+
+def test_policy_without_its_adapter_is_not_trained_on(tmp_path):
+    built = build(tmp_path, {})
+    built.train()
+    merged = built.model.merge_and_unload()
+    with pytest.raises(ValueError, match="no adapter any more; train and call `save_model"):
+        built.train()
+    assert build(tmp_path / "next", {"model": merged}).train().global_step
+
+
+def test_model_of_another_trainer_is_named(tmp_path, nothing_is_loaded):
+    model = object.__new__(ActorCritic)
+    with pytest.raises(TypeError, match=r"`model` is that of another trainer.*`peft_config`"):
+        build(tmp_path, {"model": lambda: model})
 
 
 def test_replaced_training_data_are_refused(tmp_path):
@@ -211,6 +270,7 @@ def test_value_out_of_range_raises_by_name(tmp_path, name, value):
             {"generation_batch_size": 96, "num_mini_batches": 4, "gradient_accumulation_steps": 5},
             "`gradient_accumulation_steps` must be 6 .*96.*5; remove one",
         ),
+        ({"save_strategy": "best"}, "`save_strategy='best'` saves nothing.*set `eval_strategy`"),
         ({"num_generations": 3}, r"num_generations=3.*8 completions.*use one of \[1, 2, 4, 8\]"),
     ],
     ids=str,

@@ -217,6 +217,13 @@ def test_keys_of_generation_kwargs_that_are_fields_set_them():
     assert args.generation_kwargs == {"typical_p": 0.9} and replace(args) == args
 
 
+def test_config_of_a_saved_one_is_equal_and_without_a_line(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    saved = PPOConfig(str(tmp_path), use_cpu=True)
+    again = PPOConfig(**saved.to_dict() | {"hub_token": None})  # which is hidden
+    assert again == saved and "no effect" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

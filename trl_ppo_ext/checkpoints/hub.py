@@ -43,6 +43,15 @@ METRICS = (
 ).split()
 BASE_COPY = "path/to/your/copy/of/the/base"
 PACKAGES = ("trl", "transformers", "peft", "accelerate", "torch")
+# what a failed request has cost
+PUSHED_LATER = (
+    "Nothing is lost: its files are on disk, `trainer.push_to_hub()` pushes them, and large ones "
+    "that arrived are not sent twice."
+)
+NOT_BEGUN = (
+    "Nothing was trained yet; without `push_to_hub=True`, `trainer.push_to_hub()` pushes a run at "
+    "its end."
+)
 
 
 def _one_line(text: Any) -> str:
@@ -200,7 +209,9 @@ class PushError(OSError):
 
 
 @contextmanager
-def push_errors(output_dir: str, when: str | None = None) -> Iterator[None]:
+def push_errors(
+    output_dir: str, when: str | None = None, remedy: str = PUSHED_LATER
+) -> Iterator[None]:
     """Turn any error into a [`PushError`], or a warning of the push `when`, without tokens and
     signed URLs."""
     try:
@@ -214,8 +225,7 @@ def push_errors(output_dir: str, when: str | None = None) -> Iterator[None]:
         message = (
             f"`{output_dir}` was not pushed to the Hub ({reason}). Check `hub_model_id`, the "
             "connection, and the write access of the token (`hf auth login`, HF_TOKEN or "
-            "`hub_token`). Nothing is lost: its files are on disk, `trainer.push_to_hub()` pushes "
-            "them, and large ones that arrived are not sent twice."
+            f"`hub_token`). {remedy}"
         )
         if when is None:
             raise PushError(message) from None
@@ -224,7 +234,7 @@ def push_errors(output_dir: str, when: str | None = None) -> Iterator[None]:
 
 def create_repository(args: PPOConfig) -> None:
     """Create the repository of a run, if it does not exist."""
-    with push_errors(args.output_dir):
+    with push_errors(args.output_dir, remedy=NOT_BEGUN):
         name = args.hub_model_id or Path(args.output_dir).absolute().name
         create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
 

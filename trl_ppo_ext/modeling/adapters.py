@@ -337,14 +337,19 @@ def write_weights(tensors: dict[str, Tensor], path: str, kind: str | None = None
     save_file(contiguous, path, metadata=header)
 
 
+def check_has_adapter(policy: PeftModel, name: str) -> None:
+    """Raise if an adapter was merged or unloaded."""
+    if not adapter_weights(policy, name):
+        raise ValueError(
+            "The policy has no adapter any more; train and call `save_model()` before "
+            "`merge_and_unload()` or `unload()`, or save what they return."
+        )
+
+
 def save_adapter(policy: PeftModel, name: str, output_dir: str, weights: dict[str, Tensor]) -> None:
     """Write an adapter as PEFT does, with these weights by parameter name."""
+    check_has_adapter(policy, name)
     tensors = adapter_weights(policy, name, weights)
-    if not tensors:
-        raise ValueError(
-            "The policy has no adapter any more; call `save_model()` before `merge_and_unload()` "
-            "or `unload()`, or save what they return."
-        )
     os.makedirs(output_dir, exist_ok=True)
     config = copy(policy.peft_config[name])
     config.inference_mode = True

@@ -93,6 +93,11 @@ def check_model_arguments(
     peft_config: PeftConfig | str | None,
 ) -> None:
     """Raise an error for combinations that do not work, before anything is loaded."""
+    if isinstance(model, ActorCritic):
+        raise TypeError(
+            "`model` is that of another trainer; save it, and pass its base with this path as "
+            "`peft_config`, or pass what its `merge_and_unload()` returns."
+        )
     if not isinstance(model, str | PreTrainedModel | PeftModel):
         raise TypeError(
             f"`model` must be a model or the id or path of one, got {type(model).__name__}."
@@ -162,7 +167,7 @@ def _starting_config(model: Any, peft_config: Any, located: dict[str, Any]) -> A
     ):
         raise ValueError(
             "`model` holds an adapter, but is not a `PeftModel`; pass the base and the adapter's "
-            "path as `peft_config`; after another trainer, `unload()` its model."
+            "path as `peft_config`; after another trainer, save and `unload()` its model."
         )
     if isinstance(peft_config, str):
         config = read_adapter_config(peft_config)

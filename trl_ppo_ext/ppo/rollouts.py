@@ -676,7 +676,13 @@ def scoring_batch(
 
     def log_metric(name: str, value: float) -> None:
         check_metric_name(name)
-        logged.setdefault(name, []).append(float(value))
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"`log_metric` must get a number for {name!r}, got {type(value).__name__}."
+            ) from error
+        logged.setdefault(name, []).append(number)
 
     # rows of a stream may lack some
     names = dict.fromkeys(name for episode in episodes for name in episode.columns)

@@ -264,9 +264,10 @@ def _at_tokens(entry: Any, length: int, width: int) -> tuple[Tensor, Tensor]:
     elif isinstance(entry, list | tuple):
         pairs = enumerate(entry)
         if len(entry) != length:
+            column = " (`scores.squeeze(1)` of a column)" if len(entry) == 1 else ""
             remedy = (
-                f", which has {length} tokens; return a number, or a list with one per token or of "
-                "(position, reward) pairs."
+                f", which has {length} tokens; return a number{column}, or a list with one per "
+                "token or of (position, reward) pairs."
             )
             raise ValueError(f"{len(entry)} token rewards", remedy)
     tokens = torch.zeros(width, dtype=torch.float32)

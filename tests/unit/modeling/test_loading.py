@@ -240,7 +240,9 @@ def test_base_of_another_trainer_is_refused_until_it_is_unloaded(tmp_path):
     before = weights(first)
     first.train()
     trained = weights(first)
-    with pytest.raises(ValueError, match=r"holds an adapter.*after another trainer, `unload\(\)`"):
+    with pytest.raises(
+        ValueError, match=r"holds an adapter.*after another trainer, save and `unload\(\)`"
+    ):
         trainer(tmp_path, base)
     assert all(torch.equal(x, trained[name]) for name, x in weights(first).items())
     assert first.actor_critic.policy.unload() is base

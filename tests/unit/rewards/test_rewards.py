@@ -101,7 +101,10 @@ def test_nan_of_a_function_means_that_it_does_not_apply(nothing):
         ([1.0, 1e39, 2.0], r"1e\+39 for completion 1.*finite"),
         (None, "a NoneType"),
         ([1.0, [1.0], 1.0], "1 token rewards for completion 1, which has 4 tokens"),
-        (torch.ones(3, 1), "1 token rewards for completion 0, .*; return a number, or a list"),
+        (
+            torch.ones(3, 1),
+            "1 token rewards for completion 0, .*; return a number .`scores.squeeze.1.` of a column., or",
+        ),
         ([1.0, 1.0, [(4, 1.0)]], r"the pairs .* for completion 2; .* positions from 0 to 3"),
         ([1.0, [(0, NAN)], 1.0], "nan for completion 1.*finite"),
         ([[1.0, "x", 2.0, 1.0], 1.0, 1.0], "'x' for completion 0"),
