@@ -462,13 +462,13 @@ def _train_adapters(policy: PeftModel, names: Sequence[str | None]) -> None:
 
 
 def _check_units_of_critic(head: Critic, args: PPOConfig) -> None:
-    """Raise if a saved critic predicts in other units than the config names, by which advantages
-    are scaled."""
-    if head.is_normalized != bool(args.normalize_values):
+    """Raise if a saved critic predicts in other units than the config names."""
+    is_chosen = "normalize_values" in args.changed_fields
+    if is_chosen and head.is_normalized != bool(args.normalize_values):
         raise ValueError(
             f"`normalize_values` must be {head.is_normalized} for `critic_init="
             f"{args.critic_init!r}`, which predicts in these units, got "
-            f"{bool(args.normalize_values)}; set `normalize_values={head.is_normalized}`."
+            f"{bool(args.normalize_values)}; change or omit it."
         )
 
 
