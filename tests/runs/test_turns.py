@@ -775,6 +775,18 @@ def test_rollout_function_samples_in_place_of_the_trainer(tmp_path):
     ]  # fmt: skip
 
 
+def test_rollout_function_of_other_arguments_is_refused(tmp_path):
+    """As earlier versions of TRL called it."""
+
+    def play(prompts, args, processing_class):
+        return {}
+
+    with pytest.raises(
+        TypeError, match=r"two arguments, the prompts and the trainer.*play.*missing"
+    ):
+        trainer(tmp_path, rollout_func=play)
+
+
 def test_rollout_function_needs_no_template_that_continues(tmp_path):
     """Its own may drop the thoughts of earlier turns."""
     forgetful = byte_tokenizer()

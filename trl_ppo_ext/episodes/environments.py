@@ -380,6 +380,20 @@ class Kind:
         return ToolEnvironment(instance, self.tools)
 
 
+def check_rollout_func(function: Any) -> None:
+    """Raise a `TypeError` unless a function can be called with prompts and trainer."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind([], None)
+    except ValueError:
+        return  # a function of C may have no signature
+    except TypeError as error:
+        raise TypeError(
+            "`rollout_func` is called with two arguments, the prompts and the trainer, whose "
+            f"`args` and `processing_class` it may read; got {shortened(function)} ({error})."
+        ) from None
+
+
 class Environments:
     """Tools and environments of a run, by the name that a row chooses (`None`: all have the
     same), or its function."""
@@ -394,6 +408,8 @@ class Environments:
             raise ValueError(
                 "`rollout_func` samples whole episodes; remove `tools` and `environment_factory`."
             )
+        if rollout_func is not None:
+            check_rollout_func(rollout_func)
         self.rollout_func = rollout_func
         if factory == {}:
             raise ValueError("`environment_factory` must name an environment, got {}; name one.")
