@@ -58,7 +58,7 @@ def check_methods(trainer_class: type) -> None:
         if owner is not None and not owner.__module__.startswith("transformers."):
             raise TypeError(
                 f"{owner.__name__} defines `{name}`, which GRPOTrainer calls and PPOTrainer does "
-                f"not; use {remedy}."
+                f"not; use {remedy}, or rename a method of your own."
             )
 
 

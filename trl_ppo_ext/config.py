@@ -36,10 +36,17 @@ PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("preset
 NUM_MINI_BATCHES = 4  # by default
 # values of `lr_scheduler_type`: schedules that follow `metric_for_best_model`, and count no steps
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-# fields from which nothing follows: scripts set some of them after the construction
+# fields from which nothing follows, read where they are used: scripts set some of them after the
+# construction
 SET_LATER = {
     "chat_template_kwargs",
+    "eval_temperature",
+    "log_completions",
+    "max_reward_failures",
     "model_init_kwargs",
+    "num_completions_to_print",
+    "num_generations_eval",
+    "resume_with_changed_settings",
     "stop_token_ids",
     "transformers_continuous_batching_config",
 }
@@ -407,7 +414,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         inherited = {entry.name for entry in fields(TrainingArguments)}
         # not those of a subclass, from which nothing follows here
         own = {entry.name for entry in fields(PPOConfig)} - inherited - SET_LATER
-        self.settled = {name: getattr(self, name) for name in sorted(own)}
+        self.settled = {name: copy(getattr(self, name)) for name in sorted(own)}
         if micro_batches is not None and size is not None:
             unit = self.per_device_train_batch_size * self.world_size
             expected = micro_batches * unit
@@ -789,11 +796,8 @@ class PPOConfig(TRLFields, TrainingArguments):
                 raise ValueError(
                     f"`{name}={value}` needs `metric_for_best_model`, e.g. 'eval_reward'."
                 )
-        if self.save_strategy == "best" and self.eval_strategy == "no":
-            raise ValueError(
-                "`save_strategy='best'` saves nothing without evaluations; set `eval_strategy`, or "
-                "`save_strategy='steps'`."
-            )
+        if self.save_strategy == "best" and self.eval_strategy == "no":  # but in callbacks
+            logger.warning("`save_strategy='best'` saves nothing without evaluations.")
 
     def _check_kl(self) -> None:
         """Check the KL's estimator, place and coefficient."""
@@ -1009,7 +1013,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         args.critic = "none"
         args.advantage_estimator = "reinforce"
         args.normalize_values = False
-        args.settled = {name: getattr(args, name) for name in self.settled}
+        args.settled = {name: copy(getattr(args, name)) for name in self.settled}
         return args
 
     @property

@@ -409,9 +409,9 @@ class PPOTrainer(Trainer):
         return [episode.environment for episode in self.components.player.lent] or None
 
     @property
-    def reward_funcs(self) -> list[Any]:
+    def reward_funcs(self) -> tuple[Any, ...]:
         """Rewards, which a run does not change: other ones need another trainer."""
-        return list(self._reward_funcs)
+        return tuple(self._reward_funcs)
 
     @property
     def reward_weights(self) -> Tensor:

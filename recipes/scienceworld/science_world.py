@@ -63,6 +63,8 @@ class ScienceWorld:
             return "You cannot do that.", 0.0, not self.left
         with _ENGINE:
             answer = self.world.step(command)
+            if answer.startswith("Ambiguous request"):
+                self.world.step("")  # it asks for a number, or nothing to cancel
             score = self.world.getScore()
             done = self.world.getCompleted()
             here = self.world.freeActionLook()
@@ -70,8 +72,9 @@ class ScienceWorld:
         gained = 0.0 if failed else score - self.score
         self.score += gained
         self.won = score == 1
+        answer = answer.splitlines()[0]
         if command.startswith(("go", "look around")):
-            answer = f"{answer.splitlines()[0]} {seen(here)}"
+            answer += f" {seen(here)}"
         return answer, gained, done or failed or not self.left
 
 

@@ -238,6 +238,10 @@ def test_config_of_a_saved_one_is_equal_and_without_a_line(tmp_path, caplog, mon
         ({"dataloader_drop_last": True}, "and `dataloader_drop_last` change nothing"),
         ({"vllm_mode": "server"}, "Without `use_vllm=True` these fields have no"),
         (
+            {"save_strategy": "best", "metric_for_best_model": "eval_reward"},
+            "`save_strategy='best'` saves nothing without evaluations",
+        ),
+        (
             {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
             "Without `vllm_importance_sampling_correction` these have no effect: "
             "vllm_importance_sampling_mode",

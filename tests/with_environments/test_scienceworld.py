@@ -62,6 +62,17 @@ def test_other_commands_of_the_engine_take_a_turn_and_change_nothing(episodes):
     assert len(steps) == 1 + TURNS and steps[-1][2]
 
 
+def test_ambiguous_command_is_cancelled():
+    """The engine would wait for a number, and take the next command for one."""
+    answers = []
+    for row in rows("dev", 8):
+        first = way(row)[0]
+        _, steps = play(row, ["look at door", first])
+        answers.append(steps[1][0])
+        assert steps[2][0].startswith(("You move to", "You focus on"))
+    assert any(x.startswith("Ambiguous request") for x in answers)
+
+
 def test_episodes_in_one_process_do_not_see_each_other(episodes):
     """Neither when they take turns, nor in threads."""
     alone = [play(row, way(row))[1] for row in episodes]

@@ -225,6 +225,8 @@ def run_settings(args: PPOConfig) -> dict[str, Any]:
         - NOT_COMPARED
     )
     values = args.to_dict()
+    # what a callback has set since is not what the run has used
+    values |= {name: x for name, x in args.settled.items() if getattr(args, name) != x}
     deepspeed = args.deepspeed_plugin
     values["critic_kwargs"] = asdict(args.critic_options)
     values["vllm_kwargs"] = {"base_model": args.vllm_options.base_model}
@@ -284,8 +286,6 @@ def check_settings(
     followed_metric, follows_metric = (schedule in METRIC_SCHEDULES for schedule in schedules)
     if followed_metric != follows_metric:  # one counts evaluations, the other one steps
         impossible.add("lr_scheduler_type")
-    if "normalize_values" in changed and "critic" not in changed:  # the critic's weights have units
-        impossible.add("normalize_values")
     if impossible or (refused and not may_change):
         listed = ", ".join(changed[name] for name in sorted(impossible or refused))
         if impossible:
@@ -295,6 +295,12 @@ def check_settings(
         raise CheckpointError(
             f"`{directory}` was saved under other settings: {listed}. Restore them, or set "
             "`resume_with_changed_settings=True`."
+        )
+    if "normalize_values" in changed and "critic" not in changed:
+        raise CheckpointError(
+            f"The critic of `{directory}` predicts in units of another `normalize_values` (was "
+            f"{saved['normalize_values']}, is {current['normalize_values']}); restore it, or begin "
+            "anew in another `output_dir`."
         )
     return change
 

@@ -95,8 +95,8 @@ def check_model_arguments(
     """Raise an error for combinations that do not work, before anything is loaded."""
     if isinstance(model, ActorCritic):
         raise TypeError(
-            "`model` is that of another trainer; save it, and pass its base with this path as "
-            "`peft_config`, or pass what its `merge_and_unload()` returns."
+            "`model` is that of another trainer; save it, and pass what its `unload()` returns "
+            "with this path as `peft_config`, or what its `merge_and_unload()` returns."
         )
     if not isinstance(model, str | PreTrainedModel | PeftModel):
         raise TypeError(
