@@ -80,7 +80,6 @@ def settle_trainer_arguments(
     """Check the arguments of [`PPOTrainer`] before anything is loaded, and set what they imply."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `trl_ppo_ext.PPOConfig`, got {type(args).__name__}.")
-    args.check_unchanged()
     _check_processes(args, optimizer, quantization_config)
     _read_rows_in_this_process(args)
     check_model_arguments(model, args, quantization_config, peft_config)

@@ -414,7 +414,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         inherited = {entry.name for entry in fields(TrainingArguments)}
         # not those of a subclass, from which nothing follows here
         own = {entry.name for entry in fields(PPOConfig)} - inherited - SET_LATER
-        self.settled = {name: copy(getattr(self, name)) for name in sorted(own)}
+        self.settled = {name: getattr(self, name) for name in sorted(own)}
         if micro_batches is not None and size is not None:
             unit = self.per_device_train_batch_size * self.world_size
             expected = micro_batches * unit
@@ -475,15 +475,16 @@ class PPOConfig(TRLFields, TrainingArguments):
         self._settle_sizes()
         self._settle_schedule()
 
-    def check_unchanged(self) -> None:
-        """Raise if fields of PPO were set after the construction, which nothing followed."""
-        changed = [name for name, x in self.settled.items() if getattr(self, name) != x]
-        if changed:
-            names = ", ".join(f"`{name}`" for name in changed)
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to change a field of PPO after the construction: what follows from it would not
+        change."""
+        settled = vars(self).get("settled", {})
+        if name in settled and value != settled[name]:
             raise ValueError(
-                f"{names} of the config changed after it was built, and what follows from that did "
-                "not; pass new values to `PPOConfig(...)`."
+                f"`{name}` of the config cannot change after it was built, since what follows from "
+                "it would not; pass new values to `PPOConfig(...)`."
             )
+        super().__setattr__(name, value)
 
     def _choose_precision(self) -> None:
         """Bfloat16 where it is fast, or what the launcher says."""
@@ -1010,10 +1011,11 @@ class PPOConfig(TRLFields, TrainingArguments):
         if self.reward_kl is not None or self.missing_eos_penalty is not None or sets_critic:
             return self
         args = copy(self)
+        args.settled = {}
         args.critic = "none"
         args.advantage_estimator = "reinforce"
         args.normalize_values = False
-        args.settled = {name: copy(getattr(args, name)) for name in self.settled}
+        args.settled = {name: getattr(args, name) for name in self.settled}
         return args
 
     @property

@@ -432,7 +432,6 @@ class PPOTrainer(Trainer):
     ) -> Tensor:
         """Run one micro-batch; before the first one of a rollout collect it (only this uses
         `inputs`)."""
-        self.args.check_unchanged()  # by a callback
         # 1. Collect a rollout (ppo/rollouts.py).
         begin = time.perf_counter()
         micro_batch = next(self.updates.micro_batches, None)
@@ -768,7 +767,6 @@ class PPOTrainer(Trainer):
                 "by a reward function or an environment; call them in a `TrainerCallback`, or set "
                 "`eval_strategy`."
             )
-        self.args.check_unchanged()
         self._evaluated = metric_key_prefix
         self._metrics["eval"].load_state_dict({})  # of an evaluation that failed
         with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):

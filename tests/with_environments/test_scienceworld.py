@@ -9,7 +9,10 @@ import pytest
 RECIPE = Path(__file__).parents[2] / "recipes" / "scienceworld"
 sys.path.append(str(RECIPE))
 pytestmark = pytest.mark.slow
-pytest.importorskip("scienceworld", reason="needs the package, see `make test-environments`")
+# `recipes` may be a path, whose folder has the same name
+pytest.importorskip(
+    "scienceworld.scienceworld", reason="needs the package, see `make test-environments`"
+)
 from science_world import TASKS, TURNS, ScienceWorld, rows, solution  # noqa: E402
 
 

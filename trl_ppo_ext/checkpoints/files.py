@@ -225,8 +225,6 @@ def run_settings(args: PPOConfig) -> dict[str, Any]:
         - NOT_COMPARED
     )
     values = args.to_dict()
-    # what a callback has set since is not what the run has used
-    values |= {name: x for name, x in args.settled.items() if getattr(args, name) != x}
     deepspeed = args.deepspeed_plugin
     values["critic_kwargs"] = asdict(args.critic_options)
     values["vllm_kwargs"] = {"base_model": args.vllm_options.base_model}

@@ -152,9 +152,13 @@ def test_folder_holds_critic_and_numbers_without_local_paths(pretrained, workpla
 def test_ppo_run_starts_with_the_values_of_the_critic(pretrained, there, tmp_path):
     def first_rollout(**start):
         args = config(
-            tmp_path, critic=pretrained.kind, max_completion_length=1, max_steps=1, **start
+            tmp_path,
+            critic=pretrained.kind,
+            normalize_values=True,  # as in pretraining
+            max_completion_length=1,
+            max_steps=1,
+            **start,
         )
-        args.normalize_values = True  # as in pretraining
         args.per_device_train_batch_size = 32
         trainer = PPOTrainer(
             "policy", find_reward("cli_rewards.of_last_word"), args, load_prompts()
@@ -241,8 +245,7 @@ def test_measuring_leaves_no_trace_in_the_run(tmp_path, monkeypatch, scale):
 )
 def test_held_out_returns_are_monte_carlo_for_any_lambda(tmp_path, lams):
     run = shaken(trainer(tmp_path, gamma=0.9, reward=length_reward))
-    for name, value in lams.items():
-        setattr(run.args, name, value)
+    vars(run.args).update(lams)
     ((rollout, samples),) = held_out_rollouts(run, completions=8)
     lengths = rollout.sequences.completion_lengths[:, None]
     left = (lengths - 1 - torch.arange(samples.returns.shape[1])).clamp(min=0)

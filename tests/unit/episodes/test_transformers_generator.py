@@ -50,8 +50,7 @@ def redraw(trainer, seed=1):
 
 def greedily(trainer, **settings):
     """A generator of the trainer's policy that takes the likeliest token."""
-    for name, value in settings.items():
-        setattr(trainer.args, name, value)
+    vars(trainer.args).update(settings)
     generator = TransformersGenerator(
         trainer.actor_critic, trainer.processing_class, trainer.args, trainer.accelerator
     )
