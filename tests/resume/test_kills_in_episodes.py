@@ -141,7 +141,9 @@ def note_groups(folder, rank, trainer, answers):
         rows = [waiting.row for waiting in group]
         with open(folder / f"groups-{rank}", "a") as file:
             print(json.dumps([trainer.state.global_step, self.number, rows]), file=file)
-        return sampled(self, group)
+        taken = sampled(self, group)
+        self.patience = turns.QUICK  # however slow the machine samples
+        return taken
 
     GroupedSampler._sampled = noted
     if answers is None:
