@@ -127,3 +127,23 @@ def test_reward_that_applies_to_none_has_no_deviation():
     logged = metrics.compute(alone, alone)
     assert logged["rewards/a/std"] == pytest.approx(2**0.5)
     assert {name for name in logged if "tools" in name} == {"rewards/tools/failed"}
+
+
+def test_deviation_of_a_reward_that_applies_on_another_rank_only_counts():
+    """Each rank weighs the batch in the mean over batches."""
+    nothing = torch.zeros(2, 1, dtype=torch.bool)
+    every = torch.ones(2, dtype=torch.bool)
+    scored = Scored(
+        rewards=torch.full((2, 1), torch.nan),
+        tokens=torch.zeros(2, 1),
+        places=nothing,
+        usable=every,
+        failed=nothing,
+        unpaid=torch.zeros(2),
+        is_whole=every,
+        foresight={},
+    )
+    metrics = Metrics()
+    log_rewards(metrics, ["a"], scored, every, lambda x: x + 2)  # sums of the other rank
+    logged = metrics.compute(alone, alone)
+    assert "rewards/a/std" in logged and "rewards/a/mean" not in logged
