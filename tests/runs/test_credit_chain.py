@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from runs_of_tiny import rollouts_of, trainer
+from runs_of_tiny import rollouts_of, trainer, write_completions
 
 from trl_ppo_ext import trainer as trainer_module
 
@@ -44,6 +44,36 @@ def name_of(step):
 def test_chain_has_the_steps_of_the_settings_and_no_other(tmp_path, settings, names):
     built = trainer(tmp_path, **settings)
     assert [name_of(step) for step in built.credit] == names.split()
+
+
+def test_groups_that_differ_in_units_of_their_rewards_are_kept(tmp_path):
+    """A cut completion with a score of 1 and a penalty of 1 is no 0 if scores are normalized."""
+
+    def paid(completion_ids, **kwargs):
+        return [float(1 not in ids) for ids in completion_ids]
+
+    settings = {
+        "critic": "none",
+        "num_generations": 2,
+        "kl_coef": 0.0,
+        "drop_equal_groups": True,
+        "missing_eos_penalty": 1.0,
+        "max_completion_length": 3,
+        "max_steps": 1,
+    }
+    for is_normalized in (False, True):
+        built = trainer(
+            tmp_path / str(is_normalized),
+            reward_funcs=paid,
+            normalize_rewards=is_normalized,
+            **settings,
+        )
+        write_completions(
+            built, lambda prompts: [[5, 6, 7] if n % 2 else [5, 1] for n in range(len(prompts))]
+        )
+        seen = rollouts_of(built)
+        built.train()
+        assert seen[0][0].response_mask.any() == is_normalized
 
 
 def only_even_rows(samples, credit, run):

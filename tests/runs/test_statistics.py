@@ -42,6 +42,13 @@ class Paid(Costly):
         return " next", -0.1 + len(text.split()) % 2, self.turn == 4
 
 
+class Best(Costly):
+    """One turn, which pays as a whole, in units of thousands."""
+
+    def step(self, text):
+        return None, 5000.0 * len(text.split()), True
+
+
 def words(prompts):
     """One or two words and EOS."""
     return [[5] * (1 + (sum(ids) + row // 3) % 2) + [1] for row, ids in enumerate(prompts)]
@@ -149,6 +156,35 @@ def test_rollout_with_broken_scores_does_not_silence_the_later_ones(tmp_path, si
     deviations = [rollout.advantages[rollout.advantages != 0].std() for rollout, *_ in seen]
     assert 0.5 < deviations[-1] / deviations[0] < 2
     assert logs[1]["outlying_completions"] == (2 if size == 1e6 else 0)
+
+
+def test_scales_of_environments_do_not_choose_lambda_or_outliers(tmp_path):
+    """With `normalize_rewards` each has a unit of its own: multiplying its scores changes
+    nothing."""
+
+    class Small(Best):
+        def step(self, text):
+            return None, float(len(text.split())), True
+
+    logs = []
+    for best in (Best, Small):
+        rows = Dataset.from_list(
+            [{"prompt": f"{n}", "environment": "best" if n % 4 == 0 else "paid"} for n in range(16)]
+        )
+        settings = SIZES | {"max_steps": 2, "max_completion_length": 24, "normalize_rewards": True}
+        run = trainer(
+            tmp_path / best.__name__,
+            reward_funcs=None,
+            dataset=rows,
+            environment_factory={"best": best, "paid": Paid},
+            **settings,
+        )
+        write_completions(run, words)
+        logs.append(logs_of(run))
+    for large, small in zip(*logs):
+        assert large["outlying_completions"] == 0
+        assert large["lam"] == small["lam"] < 1
+        assert large["objective"] == pytest.approx(small["objective"], abs=1e-4)
 
 
 def test_rare_success_beside_a_small_penalty_has_a_unit(tmp_path):

@@ -127,7 +127,7 @@ def drop_equal_groups(
 ) -> Stepped:
     """Nothing is learned from completions of a prompt whose scores are all equal."""
     usable = samples.scored.usable
-    scores = samples.scored.totals - missing_eos_penalty * ~samples.stopped
+    scores = credit.shaped.totals - missing_eos_penalty * ~samples.stopped
     differs = in_groups_that_differ(scores, usable, groups.size, groups.gather)
     mask = credit.policy_mask & groups.own(differs, usable)[:, None]
     return credit._replace(response_mask=mask, policy_mask=mask), run
@@ -195,11 +195,13 @@ def estimate_by_critic(
     usable = samples.scored.usable
 
     # 1. Scores far beyond all others must not set the units of the others.
-    ordinary = usable & ~outlying(samples.scored.totals, usable, groups)
+    ordinary = usable & ~outlying(credit.shaped.totals, usable, groups)
     metrics.total("outlying_completions", usable & ~ordinary)
 
     # 2. γ and λ, which follow from where scores tell something.
-    discounts, run, places = discounts_of(components, samples, ordinary, run, metrics)
+    discounts, run, places = discounts_of(
+        components, samples, credit.shaped.scores, ordinary, run, metrics
+    )
 
     # 3. Outputs of the critic; a new one begins with a fit to this rollout.
     outputs = cast(Tensor, credit.outputs)
@@ -372,6 +374,7 @@ def outlying(totals: Tensor, usable: Tensor, groups: Groups) -> Tensor:
 def discounts_of(
     components: Components,
     samples: Samples,
+    scores: Tensor,
     ordinary: Tensor,
     run: RunState,
     metrics: Metrics,
@@ -385,7 +388,7 @@ def discounts_of(
     options = args.critic_options
     level = args.advantage_level
     turns = samples.sequences.turns
-    scores, places = enter_at(samples.scored.tokens, samples.scored.places, turns)
+    scores, places = enter_at(scores, samples.scored.places, turns)
     information = run.information
     for rows in rows_of_environments(components, samples):  # what is usual differs between them
         information = information.add(scores, places, ordinary & rows, components.all_sum)

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from .. import ppo_math
 from ..config import PPOConfig
 from ..episodes import Episode, Player, to_sequences
+from ..episodes.environments import EnvironmentReward
 from ..modeling import ActorCritic, TokenScores
 from ..modeling.critics import Critic
 from ..ppo_math import Moments, Reduction
@@ -65,12 +66,26 @@ class Samples(NamedTuple):
     advantages: Tensor | None = None  # [batch, response]; None in evaluation
 
 
+class ShapedRewards(NamedTuple):
+    """Rewards per token, and the scores in them, in their unit."""
+
+    rewards: Tensor  # [batch, response]
+    scores: Tensor  # [batch, response] at their tokens, without what shaping adds
+    unpaid: Tensor  # [batch] part of a completion's score that no token earned
+
+    @property
+    def totals(self) -> Tensor:
+        """`[batch]`, the score of each completion."""
+        return self.scores.sum(1) + self.unpaid
+
+
 class Credit(NamedTuple):
     """What policy and critic learn from a rollout, `[batch, response]`; steps of a chain fill it in.
 
     Rewards and advantages are in the unit of the scores, divided by `unit`.
     """
 
+    shaped: ShapedRewards  # what the first step is given
     rewards: Tensor
     response_mask: Tensor  # 1 at tokens that count
     policy_mask: Tensor  # 1 at those that the policy learns from
@@ -83,10 +98,11 @@ class Credit(NamedTuple):
     entropy_unit: float = 1.0  # of the advantages, by which the entropy bonus is multiplied
 
     @classmethod
-    def begin(cls, samples: Samples, rewards: Tensor) -> "Credit":
+    def begin(cls, samples: Samples, shaped: ShapedRewards) -> "Credit":
         """Credit of all tokens of usable completions, before its first step."""
         mask = samples.sequences.completion_mask & samples.scored.usable[:, None]
-        return cls(rewards, mask, mask, torch.zeros_like(rewards), samples.tokens.values)
+        rewards = shaped.rewards
+        return cls(shaped, rewards, mask, mask, torch.zeros_like(rewards), samples.tokens.values)
 
     @property
     def steps(self) -> Tensor:
@@ -440,14 +456,14 @@ def collect(
     log_groups(metrics, samples.scored, components.args.num_generations, gather)
 
     # 2. Rewards per token: the KL penalty at every token, and scores where they enter.
-    rewards, after = shaped_rewards(components, samples, run)
-    objective = rewards.sum(1)
+    shaped, after = shaped_rewards(components, samples, run)
+    objective = shaped.rewards.sum(1)
     if not components.args.normalize_rewards:
         objective = objective + samples.scored.unpaid
     metrics.mean("objective", objective, samples.scored.usable)
 
     # 3. Credit: from rewards to advantages of the policy and targets of the critic.
-    credit = Credit.begin(samples, rewards)
+    credit = Credit.begin(samples, shaped)
     for step in credit_steps:
         credit, after = step(samples, credit, after)
 
@@ -485,7 +501,7 @@ def next_kl_coef(
 
 def shaped_rewards(
     components: Components, samples: Samples, run: RunState
-) -> tuple[Tensor, RunState]:
+) -> tuple[ShapedRewards, RunState]:
     """Rewards per token: the KL penalty at every token, scores where they enter, and what shaping
     adds at the last one."""
     args = components.args
@@ -494,9 +510,13 @@ def shaped_rewards(
     after = run
     scores = scored.paid
     token_scores = scored.tokens
+    unpaid = scored.unpaid
     kl = torch.zeros_like(tokens.logprobs)
     if args.normalize_rewards:
-        scores, token_scores, after = normalized_scores(components, samples, run)
+        means, deviations, after = units_of_scores(components, samples, run)
+        scores = (scores - means) / deviations
+        token_scores = token_scores / deviations[:, None]
+        unpaid = unpaid / deviations
     if args.missing_eos_penalty is not None:
         scores = scores - args.missing_eos_penalty * (~samples.stopped)
     kind = args.reward_kl
@@ -505,16 +525,16 @@ def shaped_rewards(
             kl = tokens.kls
         else:
             kl = ppo_math.kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind)
-    return ppo_math.token_rewards(
+    rewards = ppo_math.token_rewards(
         token_scores, scores, kl, samples.sequences.completion_mask, run.kl_coef
-    ), after
+    )
+    return ShapedRewards(rewards, token_scores, unpaid), after
 
 
-def normalized_scores(
+def units_of_scores(
     components: Components, samples: Samples, run: RunState
 ) -> tuple[Tensor, Tensor, RunState]:
-    """Scores `[batch]` and at tokens in units of their running deviation; several environments have
-    one each.
+    """Running mean and deviation of scores, `[batch]`; several environments have one each.
 
     Only what enters at last tokens is centered: one shift for all completions favors none, and it
     never jumps, as a choice between two shifts would. The mean of whole scores would make an end
@@ -541,9 +561,7 @@ def normalized_scores(
         )
         means = torch.where(rows, of_outcomes[name].mean, means)
         deviations = torch.where(rows, of_scores[name].sample_deviation + 1e-8, deviations)
-    after = run._replace(scores=of_scores, outcomes=of_outcomes)
-    paid = samples.scored.paid
-    return (paid - means) / deviations, token_scores / deviations[:, None], after
+    return means, deviations, run._replace(scores=of_scores, outcomes=of_outcomes)
 
 
 def rows_of_environments(components: Components, samples: Samples) -> list[Tensor]:
@@ -649,9 +667,13 @@ def observed_by_critic(
 
 
 def check_by_critic(components: Components, samples: Samples) -> None:
-    """Raise if the critic, if there is one, must not read the rewards of the first rollout."""
+    """Raise if the critic, if there is one, must not read the rewards of the first rollout.
+
+    An environment pays a turn when it is over.
+    """
     critic = components.actor_critic.value_head
-    if critic is None:
+    are_earned = all(isinstance(reward, EnvironmentReward) for reward in components.rewards)
+    if critic is None or are_earned:
         return
     scored = samples.scored
     mask = samples.sequences.completion_mask

@@ -534,7 +534,7 @@ def test_tokens_are_paid_and_the_objective_is_the_score(tmp_path):
     run.train()
     samples = rollouts[0][1]
     assert samples.scored.unpaid.abs().max() > 0.01
-    rewards, _ = shaped_rewards(run.components, samples, run.run_state)
+    (rewards, *_), _ = shaped_rewards(run.components, samples, run.run_state)
     torch.testing.assert_close(rewards, samples.scored.tokens)
     logged = next(row for row in run.state.log_history if "reward" in row)
     assert logged["objective"] == pytest.approx(logged["reward"], abs=1e-4)
