@@ -61,6 +61,15 @@ def number(default: Any, **limits: float) -> Any:
     return field(default=default, metadata={"limits": limits})
 
 
+class _InitSignature:
+    """Signature of a class that has `__new__`, too: scripts pass on the settings that it names."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        signature = inspect.signature(cast(Any, owner).__init__)
+        _, *parameters = signature.parameters.values()
+        return signature.replace(parameters=parameters)
+
+
 @dataclass(frozen=True)
 class CriticOptions:
     """Settings of a critic that few runs change, as keys of `critic_kwargs`."""
@@ -389,8 +398,11 @@ class PPOConfig(TRLFields, TrainingArguments):
     num_completions_to_print: int | None = number(8, at_least=0)
     """Completions to print. `None` prints all."""
 
+    __signature__ = _InitSignature()
+
     def __new__(cls, *args: Any, **settings: Any) -> "PPOConfig":
-        """Raise an error for all unknown fields, with those that may be meant."""
+        """Raise an error for all unknown fields, with those that may be meant, and remember which
+        are given."""
         known = [*cls.__dataclass_fields__, *inspect.signature(cls.__init__).parameters]
         remedies = {name: remedy_of(name, known, 0.75) for name in settings if name not in known}
         if remedies:
@@ -401,7 +413,12 @@ class PPOConfig(TRLFields, TrainingArguments):
             raise TypeError(
                 f"{cls.__name__} has no field {', '.join(unknown)}; docs/fields.md lists all."
             )
-        return super().__new__(cls)
+        config = super().__new__(cls)
+        inherited = {entry.name for entry in fields(TrainingArguments)}
+        config.given = {name for name, x in settings.items() if x is not None} - inherited
+        if all(entry.name in settings for entry in fields(cls) if entry.init):
+            config.given = set()  # by a parser, which passes defaults too
+        return config
 
     def __post_init__(self):
         self._read_mappings()

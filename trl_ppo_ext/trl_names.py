@@ -187,7 +187,12 @@ def _set(config: Any, name: str, settings: Settings) -> None:
     for ours, new in settings.items():
         old = getattr(config, ours)
         merges = isinstance(old, dict) and isinstance(new, dict)
-        if (old | new != new | old) if merges else old not in (fields[ours].default, new):
+        if merges:
+            differs = old | new != new | old
+        else:
+            is_set = ours in config.given or old != fields[ours].default
+            differs = is_set and old != new
+        if differs:
             raise ValueError(
                 f"`{name}` is {shown(name, value)}, which sets `{ours}` to {shown(ours, new)}, but "
                 f"`{ours}` is {shown(ours, old)}; remove one of the two."

@@ -30,6 +30,34 @@ def test_every_field_of_grpo_is_a_field():
     assert {entry.name for entry in dataclasses.fields(GRPOConfig)} <= ours
 
 
+def test_scripts_that_filter_by_the_signature_keep_their_settings():
+    """TRL drops fields, so scripts pass on those that the signature has."""
+
+    @dataclasses.dataclass
+    class Mine(PPOConfig):
+        further: int = 0
+
+    names = set(inspect.signature(PPOConfig).parameters)
+    assert names >= set(inspect.signature(GRPOConfig).parameters)
+    assert set(inspect.signature(Mine).parameters) == names | {"further"}
+
+
+def test_a_parser_passes_defaults_that_nobody_gave(tmp_path):
+    (args,) = TrlParser(PPOConfig).parse_args_and_config(
+        [
+            "--output_dir",
+            str(tmp_path),
+            "--beta",
+            "0.04",
+            "--use_cpu",
+            "true",
+            "--report_to",
+            "none",
+        ]
+    )
+    assert args.kl_coef == 0.04
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -118,6 +146,11 @@ def test_field_of_trl_sets_ours(tmp_path, theirs, ours):
         (
             {"beta": 0.04, "kl_coef": 0.1},
             r"`beta` is 0.04 .*sets `kl_coef` to 0.04 .*is 0.1 .*remove one",
+        ),
+        ({"beta": 0.04, "kl_coef": 0.0}, r"`beta` is 0.04 .*is 0.0 .*remove one"),  # the default
+        (
+            {"generation_kwargs": {"temperature": 0.5}, "temperature": 1.0},
+            r"`generation_kwargs` .*sets `temperature` to 0.5 .*is 1.0 .*remove one",
         ),
         ({"total_episodes": 100, "max_steps": 1}, r"`max_steps` is 1"),
         ({"epsilon": -0.2}, r"`cliprange` must be above 0, got -0.2. `epsilon` sets `cliprange`"),

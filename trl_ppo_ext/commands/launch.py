@@ -206,8 +206,11 @@ def parse(
         exit_on_error=False,
     )
     try:
-        in_file = parser.set_defaults_with_config(**{} if file is None else _read_config(file))
+        written = {} if file is None else _read_config(file)
+        in_file = parser.set_defaults_with_config(**written)
         namespace, in_line = parser.parse_known_args(argv)
+        unset = argparse.Namespace(**dict.fromkeys(vars(namespace)))
+        typed, _ = parser.parse_known_args(argv, unset)
         names = [text for text in in_line if text.startswith("--")] or in_line[:1]
         problems = []
         for place, unknown in (
@@ -221,7 +224,12 @@ def parse(
                 )
         if problems:
             raise ValueError("\n- ".join(problems))
-        model, script, args = cast(tuple, parser.parse_dict(vars(namespace), allow_extra_keys=True))
+        given = {
+            name: value
+            for name, value in vars(namespace).items()
+            if name in written or getattr(typed, name) is not None
+        }
+        model, script, args = cast(tuple, parser.parse_dict(given, allow_extra_keys=True))
     except (
         argparse.ArgumentError,
         yaml.YAMLError,
