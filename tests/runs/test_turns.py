@@ -1021,6 +1021,11 @@ def test_run_over_two_environments_logs_each(tmp_path):
     assert logs["episodes/short/reward"] == 5 > logs["episodes/echo/reward"]
 
 
+def test_environments_are_named_by_text(tmp_path):
+    with pytest.raises(TypeError, match=r"name environments by text, got 0; write '0'"):
+        echo_trainer(tmp_path, environment_factory={0: Echo, 1: Short})
+
+
 def test_curriculum_weighs_rows_by_the_scores_so_far(tmp_path):
     """Its draws follow from the seed and what it returns, and it gets what was drawn and scored."""
     weights = []

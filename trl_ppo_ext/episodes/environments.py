@@ -424,6 +424,11 @@ class Environments:
             else:
                 factories = {}
         for name, x in factories.items():
+            if self.by_name and not isinstance(name, str):
+                raise TypeError(
+                    f"`environment_factory` must name environments by text, got {name!r}; write "
+                    f"{str(name)!r}, also in the column `environment`."
+                )
             if self.by_name:
                 check_factory(x, f"environment_factory[{name!r}]")
             elif x is not None:

@@ -53,7 +53,8 @@ class Episode:
     failed_calls: list[bool] = field(default_factory=list)  # per tool call
 
     # its end
-    ending: Literal["stopped", "cut"] = "stopped"  # by the policy or its environment, or by a limit
+    # by the policy or its environment, by a limit of tokens, or of turns and time
+    ending: Literal["stopped", "cut", "limited"] = "stopped"
     bootstraps: bool = False  # if the critic's value stands for what would have followed
     is_overlong: bool = False  # if its last answer did not fit
     following: list[int] = field(default_factory=list)  # what the policy would have read next

@@ -328,7 +328,7 @@ class EnvironmentPlayer(Player):
                 episode.unread = []
                 return True
         if is_limited:
-            episode.ending = "cut"
+            episode.ending = "cut" if episode.is_overlong else "limited"
             episode.bootstraps = answer.truncated or self.bootstraps
             if episode.bootstraps and len(ids) <= room:
                 episode.following = ids

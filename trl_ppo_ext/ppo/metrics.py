@@ -209,9 +209,12 @@ def log_episodes(
     failed = [float(failure) for episode in episodes for failure in episode.failed_calls]
     metrics.mean("episodes/turns", torch.tensor(turns, device=device))
     metrics.total("episodes/failed", float(sum(x.error is not None for x in episodes)))
-    metrics.mean(
-        "episodes/overlong", torch.tensor([float(x.is_overlong) for x in episodes], device=device)
-    )
+    endings = {
+        "overlong": [float(x.is_overlong) for x in episodes],
+        "limited": [float(x.ending == "limited") for x in episodes],
+    }
+    for name, ended in endings.items():
+        metrics.mean(f"episodes/{name}", torch.tensor(ended, device=device))
     metrics.mean("tools/call_frequency", torch.tensor(calls, device=device))
     metrics.mean("tools/failure_frequency", torch.tensor(failed, device=device))
 

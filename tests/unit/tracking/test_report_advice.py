@@ -171,6 +171,10 @@ PROVOKED = {
         {"completions/clipped_ratio": 0.05 + 0.9 * LEARNS},
         "Completions no longer end. The reward rises",
     ),
+    "ended by its environment": (
+        {"completions/clipped_ratio": 0.9 * FLAT, "episodes/limited": 0.9 * FLAT},
+        "The reward rises from * at a KL of * nats per completion.",
+    ),
     "truncated from the start": (
         {"completions/clipped_ratio": 0.9 * FLAT},
         "The reward rises* but many completions are",
