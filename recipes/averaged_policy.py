@@ -2,8 +2,8 @@
 
 PPOTrainer(..., callbacks=[AveragedPolicy(0.992)])
 
-Every checkpoint gets the averaged adapter in `ema/`, and so does the run's directory at the end. It
-is a plain PEFT adapter. The decay of InstructGPT is 0.992
+Every checkpoint but that of a run which ends by an error gets the averaged adapter in `ema/`, and so
+does the run's directory at the end. It is a plain PEFT adapter. The decay of InstructGPT is 0.992
 (https://huggingface.co/papers/2203.02155).
 """
 

@@ -12,6 +12,7 @@ from runs_of_tiny import trainer, weights
 from tiny import length_reward, prompts
 from transformers import TrainerCallback
 
+from trl_ppo_ext import RewardError
 from trl_ppo_ext.checkpoints import save as saving
 from trl_ppo_ext.checkpoints.atomic import checkpoints, verify
 
@@ -122,6 +123,25 @@ def test_callback_that_fails_after_a_step_loses_nothing(whole, tmp_path, error):
     again = trainer(tmp_path, reward_funcs=Reward(), **SETTINGS)
     again.train(resume_from_checkpoint=True)
     assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
+
+
+def test_what_a_callback_added_to_a_checkpoint_outlives_an_error(tmp_path):
+    class Adds(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            (tmp_path / f"checkpoint-{state.global_step}" / "mine").write_text("kept")
+
+    def fails(completion_ids, trainer_state, **kwargs):
+        if trainer_state.global_step == 4:
+            raise FaultError
+        return length_reward(completion_ids)
+
+    settings = SETTINGS | {"save_strategy": "steps", "save_steps": 4}
+    with pytest.raises(RewardError) as error:
+        trainer(tmp_path, reward_funcs=fails, callbacks=[Adds()], **settings).train()
+    (checkpoint,) = checkpoints(tmp_path)
+    assert (checkpoint / "mine").read_text() == "kept"
+    verify(checkpoint)
+    assert any(str(checkpoint) in note for note in error.value.__notes__)
 
 
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}

@@ -4,15 +4,16 @@ import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..distributed import OtherRankError, on_every_rank
@@ -29,6 +30,11 @@ logger = logging.get_logger(__name__)
 FULL_DISK = ("inline_container", "iostream error", "(os error ")
 # errors that all ranks raise together
 ON_EVERY_RANK = (RewardError, NonFiniteError, SamplerError, OtherRankError)
+
+
+def checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
+    """Directory of the checkpoint of an optimizer step."""
+    return Path(cast(str, args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
 def are_finite(weights: Mapping[str, Tensor], final: Path) -> bool:
