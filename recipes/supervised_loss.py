@@ -80,7 +80,7 @@ class PTXTrainer(PPOTrainer):
             self.draw(self.state.global_step)
         rows = next(self.ptx_batches)
         nll = -model(rows, with_values=False).logprobs  # 0 at padding
-        self._metrics["train"].mean("loss/ptx", nll, rows.completion_mask)
+        self.metrics["train"].mean("loss/ptx", nll, rows.completion_mask)
         # DDP averages gradients over ranks; the divisor is that of the optimizer step, over all
         # ranks
         return loss + self.ptx_coef * nll.sum() / self.ptx_tokens * self.accelerator.num_processes

@@ -28,7 +28,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.integrations import apply_liger_kernel
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
 from . import distributed
@@ -75,6 +75,7 @@ from .tracking.completions import (
     save_completions,
 )
 from .tracking.run_log import RunLog, Terminal
+from .trl_names import TABLES
 
 logger = logging.get_logger(__name__)
 
@@ -220,6 +221,11 @@ class PPOTrainer(Trainer):
             reward_list = [no_reward]
             if critic_factory is None:
                 args = args.without_rewards()
+            if environments.kinds and args.critic == "none":
+                logger.warning(
+                    "No reward is named, and nothing learns values. If the tools pay, by "
+                    "`StepResult`, set `critic='side'`."
+                )
         check_trackers(args.report_to)
         if args.process_index == 0:
             warn_of_missing_names()
@@ -335,7 +341,7 @@ class PPOTrainer(Trainer):
         args = self.args
         all_sum = partial(self.accelerator.reduce, reduction="sum")
         self.plan = args.plan(self.accelerator.num_processes)
-        self._metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
+        self.metrics = {mode: Metrics(self.accelerator.device) for mode in ("train", "eval")}
         sampler = None
         if args.generation_backend == "vllm":
             sampler = SamplerComparison(args, self.actor_critic.dtype, all_sum)
@@ -349,8 +355,8 @@ class PPOTrainer(Trainer):
             accelerator=self.accelerator,
             sampler=sampler,
         )
-        self.credit = build_credit(self.components, self._metrics["train"])
-        self.updates = Updates(args, self.plan, self._metrics["train"], all_sum)
+        self.credit = build_credit(self.components, self.metrics["train"])
+        self.updates = Updates(args, self.plan, self.metrics["train"], all_sum)
         self.run_state = RunState(args.kl_coef)
         if self.actor_critic.value_head is not None:
             critic = self.actor_critic.value_head.saved_state
@@ -402,6 +408,22 @@ class PPOTrainer(Trainer):
         self._process_state = {
             kind: dict(kind._shared_state) for kind in (PartialState, AcceleratorState)
         }
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to set what only GRPOTrainer reads: it would change nothing."""
+        if name in TABLES["attributes"]:
+            raise AttributeError(
+                f"`{name}` of GRPOTrainer cannot be set here: a run does not change it. Use "
+                f"{TABLES['attributes'][name]}, before it begins."
+            )
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what replaces an attribute of GRPOTrainer."""
+        text = f"{type(self).__name__} has no attribute `{name}`"
+        if name in TABLES["attributes"]:
+            text += f", as GRPOTrainer has; use {TABLES['attributes'][name]}"
+        raise AttributeError(text + ".", name=name, obj=self)
 
     @property
     def environments(self) -> list | None:
@@ -460,7 +482,7 @@ class PPOTrainer(Trainer):
             for parameter in self.actor_critic.policy_parameters().values():
                 # without a gradient neither momentum nor weight decay move the policy
                 parameter.grad = None
-        metrics = self._metrics["train"]
+        metrics = self.metrics["train"]
         end = time.perf_counter()
         # per rollout, as the other times
         metrics.mean("time/update", (end - start) * self.plan.micro_steps)
@@ -484,7 +506,7 @@ class PPOTrainer(Trainer):
         prompts = self._next_rows or self._read(numbers)
         self._next_rows = []
         self.actor_critic.eval()  # the Trainer's `training_step` returns to train mode
-        metrics = self._metrics["train"]
+        metrics = self.metrics["train"]
         self._is_collecting = True
         try:
             rollout, self.run_state, samples = collect(
@@ -580,10 +602,10 @@ class PPOTrainer(Trainer):
             grad_norm = norms[0]
             total = sum(norms)
             for norm in norms[1:]:
-                self._metrics["train"].mean("value/grad_norm", norm)
+                self.metrics["train"].mean("value/grad_norm", norm)
         if self.accelerator.scaler is None:  # a gradient scaler checks gradients itself
             finite = math.isfinite(float(total))
-            self._metrics["train"].total(
+            self.metrics["train"].total(
                 "skipped_steps", float(not finite and self.is_world_process_zero())
             )
             self._skipped = count_skipped(self._skipped, finite, self.state.global_step + 1)
@@ -622,7 +644,7 @@ class PPOTrainer(Trainer):
         return Progress(
             run=self.run_state,
             rollout=self.updates.in_progress(step),
-            metrics=self._metrics["train"].state_dict(),
+            metrics=self.metrics["train"].state_dict(),
             loss=self._tr_loss.clone(),
             last_logged=self._globalstep_last_logged,
             skipped=self._skipped,
@@ -642,7 +664,7 @@ class PPOTrainer(Trainer):
                 # the rest of the rollout is packed as its beginning was
                 self.actor_critic.prepare_forwards()
             self.updates.resume(progress.rollout, self.state.global_step)
-        self._metrics["train"].load_state_dict(progress.metrics)
+        self.metrics["train"].load_state_dict(progress.metrics)
         self._tr_loss = progress.loss.clone().to(self.accelerator.device)
         self._globalstep_last_logged = progress.last_logged
         self._skipped = progress.skipped
@@ -752,7 +774,7 @@ class PPOTrainer(Trainer):
             num_valid = max(
                 gradient_state.remainder - self.accelerator.process_index * len(inputs), 0
             )
-        metrics = self._metrics["eval"]
+        metrics = self.metrics["eval"]
         self._samples["eval"] = sample(
             self.components, inputs, self.run_state, metrics, self.state, num_valid
         )
@@ -768,7 +790,7 @@ class PPOTrainer(Trainer):
                 "`eval_strategy`."
             )
         self._evaluated = metric_key_prefix
-        self._metrics["eval"].load_state_dict({})  # of an evaluation that failed
+        self.metrics["eval"].load_state_dict({})  # of an evaluation that failed
         with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
@@ -784,14 +806,14 @@ class PPOTrainer(Trainer):
 
     def _compute_metrics(self, mode: str) -> dict[str, float]:
         gather = self.accelerator.gather
-        return self._metrics[mode].compute(
+        return self.metrics[mode].compute(
             self.components.all_sum, lambda x: gather(x[None]).amax(0)
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the metrics since the last log."""
         # the summary at the end has what was not logged yet, as in TRL
-        if self._metrics["train"] and not logs.keys().isdisjoint(("loss", "train_loss")):
+        if self.metrics["train"] and not logs.keys().isdisjoint(("loss", "train_loss")):
             logs |= self._compute_metrics("train")
             logs["num_tokens"] = self.state.num_input_tokens_seen
             if self._tokens_since_log:
@@ -1008,8 +1030,7 @@ class PPOTrainer(Trainer):
         self._last_complete = None  # the weights may become those of the best checkpoint
         self.components.player.generator.release()
         if self.preempted:
-            step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            if Path(self.args.output_dir, step) not in self._validity:
+            if save.checkpoint_of(self.args, self.state) not in self._validity:
                 # e.g. with `save_strategy="best"`, it is not saved yet
                 self._save_checkpoint(self.model, None)
             self.callback_handler.on_train_end(self.args, self.state, self.control)
@@ -1084,8 +1105,7 @@ class PPOTrainer(Trainer):
         """Write a checkpoint from which the run continues bit for bit; none with NaN."""
         args = self.args
         state = self.state
-        output_dir = cast(str, args.output_dir)
-        final = Path(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        final = save.checkpoint_of(args, state)
 
         # 1. All ranks gather what is not here, before one of them can fail to write.
         weights = self.actor_critic.trained_weights()
@@ -1115,7 +1135,7 @@ class PPOTrainer(Trainer):
         together = write_together if self.is_deepspeed_enabled else None
         save.write_aside(final, write, together, is_writer=args.should_save)
         self._validity[final] = True
-        record.forget(output_dir, args.process_index, before=state.global_step)
+        record.forget(cast(str, args.output_dir), args.process_index, before=state.global_step)
         return final
 
     def _optimizer_state(self) -> dict[str, Any] | None:
@@ -1136,7 +1156,9 @@ class PPOTrainer(Trainer):
             return
         try:
             self.restore(last_complete())
-            final = self._write_checkpoint()
+            saved = save.checkpoint_of(self.args, self.state)
+            # callbacks may have added files to one of this step
+            final = saved if self._validity.get(saved) else self._write_checkpoint()
         except Exception as failure:  # must not hide the first one
             error.add_note(
                 "The optimizer steps since the last checkpoint are lost, saving failed too: "

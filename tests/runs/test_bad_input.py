@@ -123,9 +123,18 @@ def test_callback_that_sets_a_field_loses_nothing(tmp_path):
 
 def test_rewards_cannot_be_replaced(tmp_path):
     built = build(tmp_path, {})
-    with pytest.raises(AttributeError, match=r"reward_funcs.*has no setter"):
+    with pytest.raises(AttributeError, match=r"reward_funcs.*cannot be set.*a trainer with these"):
         built.reward_funcs = [needs_target]
     assert built.reward_funcs == (length_reward,)
+
+
+def test_attributes_of_grpo_that_change_nothing_are_refused(tmp_path):
+    built = build(tmp_path, {})
+    with pytest.raises(AttributeError, match=r"`beta` of GRPOTrainer cannot be set.*`kl_target`"):
+        built.beta = 0.1
+    with pytest.raises(AttributeError, match=r"no attribute `_metrics`.*use `log_metric`"):
+        built._metrics["train"]["mine"].append(1.0)
+    assert not hasattr(built, "generation_config") and not hasattr(built, "unheard_of")
 
 
 def test_subclass_with_a_method_of_grpo_is_refused(tmp_path, nothing_is_loaded):

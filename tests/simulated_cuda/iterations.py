@@ -80,7 +80,7 @@ def move(trainer, gpu):
     set_device(trainer, DEVICE)
     trainer.updates.device = DEVICE
     trainer.updates.reset()
-    for metrics in trainer._metrics.values():
+    for metrics in trainer.metrics.values():
         metrics.device = DEVICE
 
     length = trainer.args.max_completion_length
