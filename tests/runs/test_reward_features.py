@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 import trl.rewards
+from pandas import read_parquet
 from runs_of_tiny import rollouts_of, trainer, weights, write_completions
 from tiny import WORDS, length_reward, prompts, tokenizer
 from tokenizers import decoders, pre_tokenizers
@@ -61,6 +62,19 @@ def test_functions_log_columns_and_metrics(tmp_path, capsys):
     built.train()
     assert built.state.log_history[0]["my/metric"] == 7
     assert "note 1" in capsys.readouterr().out
+
+
+def test_a_logged_column_of_numbers_may_lack_some(tmp_path):
+    def reward(completions, log_extra, **kwargs):
+        log_extra("share", [None if row == 0 else 0.5 for row in range(len(completions))])
+        log_extra("nothing", [None] * len(completions))
+        return [0.0] * len(completions)
+
+    settings = {"log_completions": True, "num_completions_to_print": 0, "max_steps": 1}
+    trainer(tmp_path, reward_funcs=reward, **settings).train()
+    table = read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    assert table["share"].isna().tolist()[:2] == [True, False] and table["share"].mean() == 0.5
+    assert set(table["nothing"]) == {"None"}
 
 
 def test_asynchronous_functions_share_one_loop_over_rollouts():

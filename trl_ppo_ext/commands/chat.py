@@ -149,6 +149,10 @@ def talk(options: argparse.Namespace) -> None:
     """Answer the prompts of the command line, or those that are typed."""
     if not all(text.strip() for text in options.prompt or []):
         raise ValueError("`--prompt` must have text; omit it to type your messages.")
+    if options.temperature < 0:
+        raise ValueError(
+            f"`--temperature` must be at least 0, which is greedy, got {options.temperature:g}."
+        )
     model, tokenizer, template_kwargs = load(
         options.run_dir, options.dtype, options.trust_remote_code
     )

@@ -1,5 +1,6 @@
 """Completions as tables: on the terminal, in Weights & Biases and in trackio."""
 
+import math
 import os
 from importlib import import_module
 from pathlib import Path
@@ -100,9 +101,10 @@ def check_trackers(report_to: list[str]) -> None:
 
 
 def _column(values: list) -> list:
-    """Numbers or text, since a tracker's table needs one type per column."""
-    if all(isinstance(value, int | float) for value in values):
-        return [float(value) for value in values]
+    """Numbers, NaN where there is none, or text: a tracker's table needs one type per column."""
+    present = [value for value in values if value is not None]
+    if present and all(isinstance(value, int | float) for value in present):
+        return [math.nan if value is None else float(value) for value in values]
     return [
         without_keys(as_text(value)).encode("utf-8", "backslashreplace").decode()
         for value in values

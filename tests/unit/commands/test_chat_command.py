@@ -164,6 +164,11 @@ def test_chat_ends_answers_at_stops_of_training(trained):
     assert not any(stops & set(answer[:-1]) for answer in answers)
 
 
+def test_chat_refuses_a_temperature_below_0(capsys):
+    assert cli.main(["chat", "run", "--temperature", "-1"]) == 2
+    assert "`--temperature` must be at least 0, which is greedy, got -1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", "thinking"])
 def test_chat_names_wrong_arguments_of_the_template(text, capsys):
     with pytest.raises(SystemExit) as stop:
