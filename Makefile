@@ -10,8 +10,10 @@ demo: $(VENV)/.test
 	$(BIN)/python recipes/smollm2/demo.py
 
 # a test takes one core; those of a file share what they prepare
+ON_TWO_CORES = --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow" $(ON_TWO_CORES)
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest
@@ -25,7 +27,7 @@ test-lowest:
 	$(VENV)-lowest/bin/uv pip compile setup.cfg --extra test --resolution lowest-direct --no-deps --quiet \
 		--override $(VENV)-lowest/torch.txt --output-file $(VENV)-lowest/lowest.txt
 	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check -r $(VENV)-lowest/lowest.txt
-	$(VENV)-lowest/bin/python -m pytest -m "not slow" tests/unit
+	$(VENV)-lowest/bin/python -m pytest -m "not slow" $(ON_TWO_CORES) tests/unit
 
 # the same with the newest versions that setup.cfg allows, whatever constraints.txt says; NEWEST_TORCH is a CPU build
 NEWEST_TORCH ?= 2.13.0
@@ -34,7 +36,7 @@ test-newest:
 	echo "torch==$(NEWEST_TORCH)" > $(VENV)-newest/torch.txt
 	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 		--constraint $(VENV)-newest/torch.txt --editable '.[test]'
-	$(VENV)-newest/bin/python -m pytest -m "not slow" tests/unit
+	$(VENV)-newest/bin/python -m pytest -m "not slow" $(ON_TWO_CORES) tests/unit
 
 # against the real engine and a real server, in an environment of their own (3.4 GB)
 test-vllm: $(VENV)-vllm/.test
