@@ -187,6 +187,25 @@ def test_scales_of_environments_do_not_choose_lambda_or_outliers(tmp_path):
         assert large["objective"] == pytest.approx(small["objective"], abs=1e-4)
 
 
+def test_environment_may_pay_all_turns_of_an_episode_alike(tmp_path):
+    """Its rewards are no scores of whole completions that were spread over tokens."""
+
+    class Rated(Costly):
+        def reset(self, row, seed):
+            self.rate = float(row["rate"])
+            return super().reset(row, seed)
+
+        def step(self, text):
+            self.turn += 1
+            return " next", self.rate, self.turn == 4
+
+    rows = Dataset.from_list([{"prompt": f"{n}", "rate": n} for n in range(1, 17)])
+    settings = SIZES | {"max_steps": 1, "max_completion_length": 24}
+    run = trainer(tmp_path, reward_funcs=None, dataset=rows, environment_factory=Rated, **settings)
+    write_completions(run, lambda prompts: [[1]] * len(prompts))
+    assert [row["reward"] for row in logs_of(run)] == [pytest.approx(4 * 8.5)]
+
+
 def test_rare_success_beside_a_small_penalty_has_a_unit(tmp_path):
     def solved(completion_ids, **kwargs):
         return [float(row == 3) - 0.001 * len(ids) for row, ids in enumerate(completion_ids)]
