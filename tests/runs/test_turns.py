@@ -1083,6 +1083,18 @@ def test_missing_columns_of_a_stream_are_none(tmp_path):
     assert seen == [[None, 3] * 4]
 
 
+def test_limits_of_an_environment_are_logged_apart_from_those_of_length(tmp_path):
+    class Limited(Echo):
+        def step(self, text):
+            return "w1", 1.0, False, True, {}
+
+    run = echo_trainer(tmp_path, environment_factory=Limited, max_steps=1)
+    run.train()
+    log = run.state.log_history[0]
+    assert log["completions/clipped_ratio"] == log["episodes/limited"] == 1
+    assert log["episodes/overlong"] == 0
+
+
 def test_run_whose_answers_do_not_fit_warns_once(tmp_path, caplog, monkeypatch):
     class History(Echo):
         def step(self, text):

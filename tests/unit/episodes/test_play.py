@@ -452,7 +452,7 @@ def test_plain_environment_of_gymnasium_keeps_truncation_apart():
     rows = rows_of("alpha", "beta", limit=[3, 3])
     player = player_of({"alpha": ["x", "y", "z"], "beta": ["x", "end"]}, rows, factory=Gym)
     one, two = played(player, rows)
-    assert (one.turns, one.ending, two.turns, two.ending) == (3, "cut", 2, "stopped")
+    assert (one.turns, one.ending, two.turns, two.ending) == (3, "limited", 2, "stopped")
 
 
 class Gem:
@@ -686,7 +686,7 @@ def test_iteration_limit_cuts_a_plain_episode_after_its_step(limit, turns):
         {"alpha": ["right", "left"]}, rows, factory=Walk, max_tool_calling_iterations=limit
     )
     [episode] = played(player, rows)
-    assert len(episode.rewards) == episode.turns == turns and episode.ending == "cut"
+    assert len(episode.rewards) == episode.turns == turns and episode.ending == "limited"
 
 
 def test_unfinished_turn_is_stepped_and_truncated():
@@ -1064,7 +1064,8 @@ def test_states_after_limits_hold_what_the_policy_would_read(bootstraps):
     limited, ended = played(player, rows)
     decode = player.chat.tokenizer.decode
     following = "\n<|im_start|>user\nat 2<|im_end|>\n<|im_start|>assistant\n"
-    assert decode(limited.following) == following and limited.ending == "cut" and limited.bootstraps
+    assert decode(limited.following) == following
+    assert limited.ending == "limited" and limited.bootstraps
     assert ended.ending == "stopped" and not ended.bootstraps and not ended.following
     assert limited.sampled[-1] == limited.turns and following not in decode(limited.completion_ids)
 
@@ -1074,11 +1075,14 @@ def test_states_after_limits_hold_what_the_policy_would_read(bootstraps):
     )
     assert cut.bootstraps and cut.following == []
     # limits of the run
-    for limit in ({"max_tool_calling_iterations": 1}, {"max_completion_length": 3}):
+    for limit, ending in (
+        ({"max_tool_calling_iterations": 1}, "limited"),
+        ({"max_completion_length": 3}, "cut"),
+    ):
         [cut] = played(player_of({"alpha": ["go"]}, rows[:1], **limit | settings), rows[:1])
         assert (
             cut.turns == 1
-            and cut.ending == "cut"
+            and cut.ending == ending
             and cut.bootstraps == bootstraps >= bool(cut.following)
         )
         assert not cut.following or decode(cut.following) == following.replace("2", "1")
