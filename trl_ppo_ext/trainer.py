@@ -413,17 +413,19 @@ class PPOTrainer(Trainer):
         """Refuse to set what only GRPOTrainer reads: it would change nothing."""
         if name in TABLES["attributes"]:
             raise AttributeError(
-                f"`{name}` of GRPOTrainer cannot be set here: a run does not change it. Use "
-                f"{TABLES['attributes'][name]}, before it begins."
+                f"`{name}` of GRPOTrainer cannot be set here, where nothing reads it. Use "
+                f"{TABLES['attributes'][name]}, or rename an attribute of your own."
             )
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         """Say what replaces an attribute of GRPOTrainer."""
-        text = f"{type(self).__name__} has no attribute `{name}`"
-        if name in TABLES["attributes"]:
-            text += f", as GRPOTrainer has; use {TABLES['attributes'][name]}"
-        raise AttributeError(text + ".", name=name, obj=self)
+        if name in TABLES["attributes"] and not hasattr(type(self), name):
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute `{name}`, as GRPOTrainer has; use "
+                f"{TABLES['attributes'][name]}."
+            )
+        return super().__getattribute__(name)  # raises what a property raised, too
 
     @property
     def environments(self) -> list | None:
