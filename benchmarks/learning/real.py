@@ -16,6 +16,8 @@ Tasks:
 - unequal: the same with one to four words, so that prompts differ in what they can earn.
 - length: the reward of the exercise in Hugging Face's course (chapter 12), answers of 50
   characters, with questions of our own, since its dataset is on the Hub; in bfloat16.
+- sums: 32 terms of reasoning-gym added line by line in 400 tokens, after a warm start (sums.py),
+  scored by the share of lines that are right; in bfloat16, with 32 completions in a rollout.
 """
 
 import argparse
@@ -35,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 sys.path[:0] = [str(ROOT), str(RECIPES), str(RECIPES / "smollm2")]
 import reverse
+import sums
 from by_token import by_token
 from picture import Curve, picture
 from reviews import THINGS, openings, vader
@@ -49,7 +52,16 @@ RANK = 16  # of the adapter, if "rank" is not among the settings; its alpha is 3
 TUNED_ON = 100
 SEEDS = (0, 1, 2, 3, 4)
 # and all of the critic
-LOGGED = "approx_kl", "stopped_early", "clip_ratio/region_mean", "entropy", "lam", "kl"
+LOGGED = {
+    "approx_kl",
+    "stopped_early",
+    "clip_ratio/region_mean",
+    "entropy",
+    "lam",
+    "kl",
+    "reward",
+    "completions/mean_length",
+}
 CRITIC = "value/"  # prefix of its metrics
 EXPLAINED = "value/explained_variance"  # and prefix of such metrics
 PRAISE = "Five stars! Wonderful, excellent, perfect!"
@@ -68,13 +80,16 @@ RIVALS: dict[str, dict[str, Any]] = {
     "TRL GRPO": GROUPS,
     "PPO": {},
     "PPO, by token": {},  # "by token": the score is paid as it comes, each token what it changes
+    "PPO, by step": {},  # "by step": each line is paid that is right
     "ReBN": REBN,
     "ReBN, by token": REBN,
+    "ReBN, by step": REBN,
     "GRPO": GROUPS | {"critic": "none"},
     "RLOO": GROUPS | {"critic": "none", "advantage_estimator": "rloo"},
     "PPO, in groups": GROUPS,  # PPO on the prompts of GRPO
     "PPO, running mean": RUNNING_MEAN,  # all values are the mean return
     "PPO, running mean, by token": RUNNING_MEAN,  # λ is PPO's
+    "PPO, running mean, by step": RUNNING_MEAN,
     # the score is measured, and no reward is given
     "distill": {"reference_prompt": "praised", "kl_coef": 1.0},
 }
@@ -92,8 +107,8 @@ COLORS = {
 
 
 class Task(NamedTuple):
-    """Model, prompts of a seed, reward, length of completions in tokens, rollouts of a run, and
-    reward to reach."""
+    """Model, prompts of a seed, reward, length of completions in tokens, rollouts of a run, reward
+    to reach, and what pays "by step"."""
 
     base: Callable[[], str]
     rows: Callable[[int], list[dict]]
@@ -102,6 +117,8 @@ class Task(NamedTuple):
     rollouts: int
     goal: float
     dtype: str = "float32"
+    rollout: int = ROLLOUT
+    by_step: Callable[..., list] | None = None
 
 
 def reviews(seed: int) -> list[dict]:
@@ -132,6 +149,7 @@ TASKS = {
     "reverse": Task(reverse.warm_base, reverse.rows, reverse.in_place, 24, 20, 0.38),
     "unequal": Task(reverse.warm_base, reverse.unequal_rows, reverse.in_place, 32, 20, 0.5),
     "length": Task(base_model, questions, of_50_characters, 96, 20, -15.0, "bfloat16"),
+    "sums": Task(sums.warm_base, sums.rows, sums.right, 480, 10, 0.5, "bfloat16", 32, sums.by_line),
 }
 
 
@@ -151,14 +169,15 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
     seconds = []
     texts = []
     base = task.base()
-    score = task.reward
+    places = None  # the score is paid at the end
     if rival.endswith("by token"):
-        score = by_token(score, AutoTokenizer.from_pretrained(base))
+        places = by_token(task.reward, AutoTokenizer.from_pretrained(base))
+    if rival.endswith("by step"):
+        places = task.by_step
 
     def reward(completions, **kwargs):
-        scores = score(completions=completions, **kwargs)
-        totals = [sum(x) if isinstance(x, list) else x for x in scores]
-        rewards.append(statistics.mean(totals))
+        scores = task.reward(completions=completions, **kwargs)
+        rewards.append(statistics.mean(scores))
         seconds.append(round(time.monotonic() - start, 1))
         texts[:] = completions
         print(
@@ -166,7 +185,7 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
             f"{rewards[-1]:.3f}",
             flush=True,
         )
-        return scores
+        return scores if places is None else places(completions=completions, **kwargs)
 
     is_trl = rival.startswith("TRL")
     own = {name: value for name, value in settings.items() if name != "rank"}
@@ -177,8 +196,8 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
             "learning_rate": rate,
             "max_steps": task.rollouts * STEPS,
             "seed": seed,
-            "per_device_train_batch_size": ROLLOUT // STEPS,
-            "generation_batch_size": ROLLOUT,
+            "per_device_train_batch_size": task.rollout // STEPS,
+            "generation_batch_size": task.rollout,
             "max_completion_length": task.length,
             "model_init_kwargs": {"dtype": task.dtype},
             "bf16": task.dtype == "bfloat16",
@@ -195,7 +214,7 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
     config, trainer = (GRPOConfig, GRPOTrainer) if is_trl else (PPOConfig, PPOTrainer)
     with tempfile.TemporaryDirectory() as directory:
         args = config(directory, **common)
-        data = Dataset.from_list(rows * -(-ROLLOUT * task.rollouts // len(rows)))
+        data = Dataset.from_list(rows * -(-task.rollout * task.rollouts // len(rows)))
         lora = LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         if rival == "distill":
             measure = {"monitor_funcs": reward}
@@ -306,7 +325,7 @@ def table(runs: list[dict]) -> str:
     for (task, rival), group in chosen(runs).items():
         parts = [[statistics.mean(run["rewards"][part]) for run in group] for part in PARTS]
         reached = [to_goal(run["rewards"], TASKS[task].goal) for run in group]
-        until = ", ".join("never" if n is None else f"{n * ROLLOUT:,}" for n in reached)
+        until = ", ".join("never" if n is None else f"{n * TASKS[task].rollout:,}" for n in reached)
         seconds = statistics.mean(run["seconds"][-1] for run in group)
         cells = [
             task,
@@ -336,7 +355,8 @@ def separated(runs: list[dict]) -> str:
             # letters are paid to rivals that can tell them apart
             own = rewards.get((task, rival)) or rewards.get((task, f"{rival}, by token"), {})
             cells.append(by_seed([own[seed] for seed in sorted(own)]))
-        lines.append(f"| {task} | {' | '.join(cells)} |")
+        if any(cells):
+            lines.append(f"| {task} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
