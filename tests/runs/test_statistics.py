@@ -187,6 +187,44 @@ def test_scales_of_environments_do_not_choose_lambda_or_outliers(tmp_path):
         assert large["objective"] == pytest.approx(small["objective"], abs=1e-4)
 
 
+def test_scores_that_hardly_differ_are_no_outliers_in_their_unit(tmp_path):
+    """An environment that is nearly solved has a mean of thousands of deviations."""
+
+    class Solved(Best):
+        def reset(self, row, seed):
+            self.pays = float(row["pays"])
+            return super().reset(row, seed)
+
+        def step(self, text):
+            return None, self.pays, True
+
+    rows = Dataset.from_list(
+        [
+            {
+                "prompt": f"{n}",
+                "environment": "solved" if n % 16 == 0 else "paid",
+                "pays": 1 - n // 16 / 1e4,
+            }
+            for n in range(48)
+        ]
+    )
+    settings = {
+        "max_steps": 3,
+        "max_completion_length": 24,
+        "normalize_rewards": True,
+        "shuffle_dataset": False,
+    }
+    run = trainer(
+        tmp_path,
+        reward_funcs=None,
+        dataset=rows,
+        environment_factory={"solved": Solved, "paid": Paid},
+        **SIZES | settings,
+    )
+    write_completions(run, words)
+    assert [row["outlying_completions"] for row in logs_of(run)] == [0, 0, 0]
+
+
 def test_environment_may_pay_all_turns_of_an_episode_alike(tmp_path):
     """Its rewards are no scores of whole completions that were spread over tokens."""
 

@@ -34,7 +34,7 @@ from .advantages import (
 )
 from .baseline import MEMORY, Groups
 from .metrics import Metrics, log_critic
-from .places import default_lambda, enter_at
+from .places import Information, default_lambda, enter_at
 from .rollouts import (
     Components,
     Credit,
@@ -45,6 +45,7 @@ from .rollouts import (
     read_by_critic,
     rows_of_environments,
     score_tokens,
+    unit_of,
 )
 from .state import RunState
 
@@ -199,9 +200,7 @@ def estimate_by_critic(
     metrics.total("outlying_completions", usable & ~ordinary)
 
     # 2. γ and λ, which follow from where scores tell something.
-    discounts, run, places = discounts_of(
-        components, samples, credit.shaped.scores, ordinary, run, metrics
-    )
+    discounts, run, places = discounts_of(components, samples, ordinary, run, metrics)
 
     # 3. Outputs of the critic; a new one begins with a fit to this rollout.
     outputs = cast(Tensor, credit.outputs)
@@ -374,7 +373,6 @@ def outlying(totals: Tensor, usable: Tensor, groups: Groups) -> Tensor:
 def discounts_of(
     components: Components,
     samples: Samples,
-    scores: Tensor,
     ordinary: Tensor,
     run: RunState,
     metrics: Metrics,
@@ -388,11 +386,19 @@ def discounts_of(
     options = args.critic_options
     level = args.advantage_level
     turns = samples.sequences.turns
-    scores, places = enter_at(scores, samples.scored.places, turns)
-    information = run.information
-    for rows in rows_of_environments(components, samples):  # what is usual differs between them
-        information = information.add(scores, places, ordinary & rows, components.all_sum)
-    over_token, over_turn = default_lambda(information, places, turns, components.all_sum)
+    scores, places = enter_at(samples.scored.tokens, samples.scored.places, turns)
+    information = dict(run.information)
+    parts = []
+    names = components.player.names or [""]
+    for name, rows in zip(names, rows_of_environments(components, samples)):
+        # what is usual differs between environments, and so may the unit of their scores
+        earlier = information.get(name, Information())
+        information[name] = earlier.add(scores, places, ordinary & rows, components.all_sum)
+        unit = unit_of(run.scores[name]) if args.normalize_rewards else 1.0
+        parts.append(information[name].in_unit(unit))
+    over_token, over_turn = default_lambda(
+        Information.pooled(parts), places, turns, components.all_sum
+    )
 
     lam: float | Tensor | None = args.lam
     within: float | Tensor = 1.0

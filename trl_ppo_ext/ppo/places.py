@@ -1,6 +1,7 @@
 """Places where scores enter a completion, what scores tell there, and the default λ that follows
 from it."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -59,6 +60,15 @@ class Information(NamedTuple):
     def is_stepwise(self) -> bool:
         """Whether scores tell more before last places than at them."""
         return self.earlier > self.last
+
+    @classmethod
+    def pooled(cls, parts: Iterable["Information"]) -> "Information":
+        """Sum of several parts."""
+        return cls(*map(sum, zip(*parts)))
+
+    def in_unit(self, unit: float) -> "Information":
+        """The same of scores that are divided by a unit."""
+        return Information(self.earlier / unit**2, self.last / unit**2)
 
     def add(
         self, scores: Tensor, places: Tensor, usable: Tensor, all_sum: Reduction = torch.clone

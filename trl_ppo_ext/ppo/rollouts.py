@@ -67,16 +67,10 @@ class Samples(NamedTuple):
 
 
 class ShapedRewards(NamedTuple):
-    """Rewards per token, and the scores in them, in their unit."""
+    """Rewards per token, and the score of each completion in their unit."""
 
     rewards: Tensor  # [batch, response]
-    scores: Tensor  # [batch, response] at their tokens, without what shaping adds
-    unpaid: Tensor  # [batch] part of a completion's score that no token earned
-
-    @property
-    def totals(self) -> Tensor:
-        """`[batch]`, the score of each completion."""
-        return self.scores.sum(1) + self.unpaid
+    totals: Tensor  # [batch] without what shaping adds; centered if normalized
 
 
 class Credit(NamedTuple):
@@ -510,13 +504,13 @@ def shaped_rewards(
     after = run
     scores = scored.paid
     token_scores = scored.tokens
-    unpaid = scored.unpaid
+    totals = scored.totals
     kl = torch.zeros_like(tokens.logprobs)
     if args.normalize_rewards:
-        means, deviations, after = units_of_scores(components, samples, run)
-        scores = (scores - means) / deviations
-        token_scores = token_scores / deviations[:, None]
-        unpaid = unpaid / deviations
+        units, after = units_of_scores(components, samples, run)
+        scores = (scores - units.mean_outcomes) / units.deviations
+        token_scores = token_scores / units.deviations[:, None]
+        totals = (totals - units.means) / units.deviations
     if args.missing_eos_penalty is not None:
         scores = scores - args.missing_eos_penalty * (~samples.stopped)
     kind = args.reward_kl
@@ -528,13 +522,26 @@ def shaped_rewards(
     rewards = ppo_math.token_rewards(
         token_scores, scores, kl, samples.sequences.completion_mask, run.kl_coef
     )
-    return ShapedRewards(rewards, token_scores, unpaid), after
+    return ShapedRewards(rewards, totals), after
+
+
+class ScoreUnits(NamedTuple):
+    """Running statistics of scores, `[batch]`: those of each completion's environment."""
+
+    means: Tensor
+    mean_outcomes: Tensor  # of what enters at last tokens
+    deviations: Tensor
+
+
+def unit_of(scores: Moments) -> float:
+    """Deviation by which scores are divided."""
+    return scores.sample_deviation + 1e-8
 
 
 def units_of_scores(
     components: Components, samples: Samples, run: RunState
-) -> tuple[Tensor, Tensor, RunState]:
-    """Running mean and deviation of scores, `[batch]`; several environments have one each.
+) -> tuple[ScoreUnits, RunState]:
+    """Running units of scores; several environments have one each.
 
     Only what enters at last tokens is centered: one shift for all completions favors none, and it
     never jumps, as a choice between two shifts would. The mean of whole scores would make an end
@@ -549,6 +556,7 @@ def units_of_scores(
     of_scores = dict(run.scores)
     of_outcomes = dict(run.outcomes)
     means = torch.zeros_like(scores)
+    mean_outcomes = torch.zeros_like(scores)
     deviations = torch.ones_like(scores)
     for name, rows in zip(
         components.player.names or [""], rows_of_environments(components, samples)
@@ -559,9 +567,11 @@ def units_of_scores(
         of_outcomes[name] = of_outcomes.get(name, Moments()).add(
             outcomes, usable & rows, components.all_sum
         )
-        means = torch.where(rows, of_outcomes[name].mean, means)
-        deviations = torch.where(rows, of_scores[name].sample_deviation + 1e-8, deviations)
-    return means, deviations, run._replace(scores=of_scores, outcomes=of_outcomes)
+        means = torch.where(rows, of_scores[name].mean, means)
+        mean_outcomes = torch.where(rows, of_outcomes[name].mean, mean_outcomes)
+        deviations = torch.where(rows, unit_of(of_scores[name]), deviations)
+    after = run._replace(scores=of_scores, outcomes=of_outcomes)
+    return ScoreUnits(means, mean_outcomes, deviations), after
 
 
 def rows_of_environments(components: Components, samples: Samples) -> list[Tensor]:

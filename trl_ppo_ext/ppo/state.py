@@ -26,7 +26,8 @@ class RunState(NamedTuple):
     critic: CriticState = CriticState()
     # the second largest and the largest deviation of returns within a rollout
     spreads: tuple[float, float] = (0.0, 0.0)
-    information: Information = Information()  # of scores, by which the default λ is chosen
+    # of scores, by environment, by which the default λ is chosen
+    information: Mapping[str, Information] = {}
     # of reward models that score prefixes, by name
     foresight: Mapping[str, Foresight] = {}
     # [2, rows] episodes of each row, and the sum of their scores, for a curriculum
@@ -52,7 +53,9 @@ class RunState(NamedTuple):
         fields["foresight"] = {
             key: Foresight(*numbers) for key, numbers in saved["foresight"].items()
         }
-        fields["information"] = Information(*saved["information"])
+        fields["information"] = {
+            key: Information(*sums) for key, sums in saved["information"].items()
+        }
         fields["spreads"] = tuple(saved["spreads"])
         fields["critic"] = CriticState.from_json(saved["critic"])
         return cls(**fields)

@@ -128,7 +128,7 @@ def test_state_survives_json_bit_for_bit():
         {},
         CriticState(*moments),
         spreads=(1 / 7, 1 / 3),
-        information=Information(1 / 7, 2 / 7),
+        information={"": Information(1 / 7, 2 / 7)},
     )
     assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
