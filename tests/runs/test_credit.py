@@ -413,7 +413,7 @@ def test_nothing_is_added_to_the_final_reward_of_a_truncated_episode(tmp_path):
 
     run = episodes_run(tmp_path, Paid, critic="head", **PLAIN | {"advantage_level": "turn"})
     rollout, samples = first_rollout(run, VALUE)
-    assert {episode.ending for episode in samples.batch.episodes} == {"cut"}
+    assert {episode.ending for episode in samples.batch.episodes} == {"limited"}
     for episode, total in zip(samples.batch.episodes, samples.scored.totals):
         assert total == 5.0 + episode.turns
     starts, _ = ppo_math.turn_starts(rollout.sequences.turns)

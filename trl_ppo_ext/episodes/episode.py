@@ -53,7 +53,7 @@ class Episode:
     failed_calls: list[bool] = field(default_factory=list)  # per tool call
 
     # its end
-    # by the policy or its environment, by a limit of tokens, or of turns and time
+    # by the policy or its environment, by a limit of tokens, or by one of a plain environment
     ending: Literal["stopped", "cut", "limited"] = "stopped"
     bootstraps: bool = False  # if the critic's value stands for what would have followed
     is_overlong: bool = False  # if its last answer did not fit

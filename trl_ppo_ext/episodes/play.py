@@ -328,7 +328,10 @@ class EnvironmentPlayer(Player):
                 episode.unread = []
                 return True
         if is_limited:
-            episode.ending = "cut" if episode.is_overlong else "limited"
+            if episode.ending == "stopped" and not episode.is_overlong:
+                episode.ending = "limited"
+            else:
+                episode.ending = "cut"
             episode.bootstraps = answer.truncated or self.bootstraps
             if episode.bootstraps and len(ids) <= room:
                 episode.following = ids

@@ -122,12 +122,16 @@ class Curves:
     """Trends of a run by name, and what several rules read of them."""
 
     def __init__(self, run: Run):
+        curves = dict(run.curves)
+        if "episodes/limited" in curves:  # no longer completions would have changed that
+            truncated = curves["completions/clipped_ratio"]
+            curves["completions/clipped_ratio"] = truncated - curves["episodes/limited"]
         # often won in one way
         self.names = list(run.curves)
         self.has_turns = "episodes/turns" in run.curves
         # a baseline that weighs the critic's values by what they explain
         self.is_weighed = "value/weight_of_critic" in run.curves
-        self.of = cache(lambda name: Trend(run.curves.get(name)))
+        self.of = cache(lambda name: Trend(curves.get(name)))
         self.reward, self.kl, self.spread = map(
             self.of, ("reward", "kl_per_completion", "reward_std")
         )
@@ -155,9 +159,6 @@ class Curves:
         self.has_gained = (
             self.rises or self.reward.end - self.reward.start > 0.1 * self.reward.scale
         )
-        # by an environment or a number of turns, and not by the length of completions
-        truncated = self.of("completions/clipped_ratio").end
-        self.ends_by_limit = self.of("episodes/limited").end >= 0.5 * truncated
         self.is_solved = self.rises and (self.all_equal or self.spread.end <= 0.1 * widest)
 
     def hacks(self, monitor: Trend) -> bool:
@@ -182,8 +183,7 @@ class Curves:
             and length.end > 1.3 * length.start
             and not correlation < 0.3
         )
-        is_cut = self.of("completions/clipped_ratio").end >= 0.25 and not self.ends_by_limit
-        return drifts or (correlation > 0.8 and is_cut)
+        return drifts or (correlation > 0.8 and self.of("completions/clipped_ratio").end >= 0.25)
 
     def is_dead(self) -> bool:
         """True if the policy does not change; without a reference, its updates and its entropy
@@ -279,10 +279,7 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
     "traded": lambda x, c: (c.is_traded(x), x.turns),
     "constant": lambda x, c: (c.is_constant(x), None),
     "unconfirmed": lambda x, c: (c.is_unconfirmed(x), None),
-    "cut": lambda x, c: (
-        x.end >= 0.75 and c.all_equal and not (c.has_gained or c.ends_by_limit),
-        None,
-    ),
+    "cut": lambda x, c: (x.end >= 0.75 and c.all_equal and not c.has_gained, None),
     "equal": lambda x, c: (c.all_equal and not c.has_gained, None),
     "entropy": lambda x, c: (
         x.collapses and not (c.rises and c.narrows),
@@ -292,10 +289,7 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
         x.rises and x.end >= 1.2 * x.start and c.of("kl").end >= 0.2,
         x.first(above=1.2 * x.start),
     ),
-    "endless": lambda x, c: (
-        x.start < 0.25 <= x.end and not c.ends_by_limit,
-        x.first(above=0.25),
-    ),
+    "endless": lambda x, c: (x.start < 0.25 <= x.end, x.first(above=0.25)),
     "harm": lambda x, c: (
         x.recent < -0.5 and not c.narrows and not c.is_weighed,
         x.first(below=-0.5),
@@ -314,11 +308,8 @@ CONDITIONS: dict[str, Callable[[Trend, Curves], tuple[bool, int | None]]] = {
         x.collapses and c.rises and c.narrows and not c.is_solved,
         x.first(below=0.5 * x.start),
     ),
-    "fixed": lambda x, c: (c.has_fixed_length(x) and not c.ends_by_limit, None),
-    "truncated": lambda x, c: (
-        x.start >= 0.25 <= x.end and not (c.has_fixed_length(x) or c.ends_by_limit),
-        None,
-    ),
+    "fixed": lambda x, c: (c.has_fixed_length(x), None),
+    "truncated": lambda x, c: (x.start >= 0.25 <= x.end and not c.has_fixed_length(x), None),
     "repeated": lambda x, c: (
         x.rises and x.end >= x.start + 0.1 and not c.has_turns,
         x.first(above=x.start + 0.05),

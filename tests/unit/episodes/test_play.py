@@ -693,6 +693,10 @@ def test_unfinished_turn_is_stepped_and_truncated():
     rows = rows_of("alpha")
     [episode] = played(player_of({"alpha": ["right"]}, rows, factory=Walk, end=""), rows)
     assert episode.rewards == [(4, 1.0)] and episode.ending == "cut"
+    # also where the environment ends there
+    limits = {"factory": Walk, "end": "", "max_tool_calling_iterations": 1}
+    [episode] = played(player_of({"alpha": ["right"]}, rows, **limits), rows)
+    assert episode.ending == "cut"
 
 
 @pytest.mark.parametrize("text", ["z" * 10_000_000, "z" * 1000])

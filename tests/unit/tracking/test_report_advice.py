@@ -172,8 +172,12 @@ PROVOKED = {
         "Completions no longer end. The reward rises",
     ),
     "ended by its environment": (
-        {"completions/clipped_ratio": 0.9 * FLAT, "episodes/limited": 0.9 * FLAT},
+        {"completions/clipped_ratio": 0.9 * FLAT, "episodes/limited": 0.7 * FLAT},
         "The reward rises from * at a KL of * nats per completion.",
+    ),
+    "ended by both limits": (
+        {"completions/clipped_ratio": 0.9 * FLAT, "episodes/limited": 0.5 * FLAT},
+        "The reward rises* but many completions are",
     ),
     "truncated from the start": (
         {"completions/clipped_ratio": 0.9 * FLAT},
@@ -405,6 +409,7 @@ def test_measured_runs_of_a_real_model_are_good():
         run
         for run in json.loads(results.read_text())
         if "logged" in run
+        and len(run["rewards"]) >= 20
         and "TRL" not in run["rival"]
         # in fifths: single rollouts are noisy
         and sum(run["rewards"][-4:]) > 1.2 * sum(run["rewards"][:4]) >= 0
