@@ -1047,7 +1047,12 @@ class PPOTrainer(Trainer):
         best = self.state.best_model_checkpoint
         if best is None:
             return
-        is_intact = save.is_intact(best, self.args.should_save)
+        damage = save.damage_of(Path(best), self.args.should_save)
+        if damage is not None:
+            logger.warning(
+                "The best checkpoint cannot be used (%s); the model keeps its last weights.", damage
+            )
+        is_intact = damage is None
         if is_intact and os.path.samefile(Path(best).parent, cast(str, self.args.output_dir)):
             return
         # It is of the run that this one resumed from. With `save_total_limit=1` the Trainer deletes
@@ -1159,8 +1164,12 @@ class PPOTrainer(Trainer):
         try:
             self.restore(last_complete())
             saved = save.checkpoint_of(self.args, self.state)
-            # callbacks may have added files to one of this step
-            final = saved if self._validity.get(saved) else self._write_checkpoint()
+            # callbacks may have added files to one of this step, or removed it
+            is_there = saved in self._validity
+            if is_there and save.damage_of(saved, self.args.should_save) is None:
+                final: Path | None = saved
+            else:
+                final = self._write_checkpoint()
         except Exception as failure:  # must not hide the first one
             error.add_note(
                 "The optimizer steps since the last checkpoint are lost, saving failed too: "

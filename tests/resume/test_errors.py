@@ -2,6 +2,7 @@
 resumes bit for bit."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -125,10 +126,16 @@ def test_callback_that_fails_after_a_step_loses_nothing(whole, tmp_path, error):
     assert all(torch.equal(x, weights(whole)[name]) for name, x in weights(again).items())
 
 
-def test_what_a_callback_added_to_a_checkpoint_outlives_an_error(tmp_path):
-    class Adds(TrainerCallback):
+@pytest.mark.parametrize("removes", [False, True])
+def test_checkpoint_that_a_callback_changed_outlives_an_error(tmp_path, removes):
+    """What it added is kept; one that it moved away is written again."""
+
+    class Changes(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            (tmp_path / f"checkpoint-{state.global_step}" / "mine").write_text("kept")
+            checkpoint = tmp_path / f"checkpoint-{state.global_step}"
+            (checkpoint / "mine").write_text("kept")
+            if removes:
+                shutil.rmtree(checkpoint)
 
     def fails(completion_ids, trainer_state, **kwargs):
         if trainer_state.global_step == 4:
@@ -137,9 +144,9 @@ def test_what_a_callback_added_to_a_checkpoint_outlives_an_error(tmp_path):
 
     settings = SETTINGS | {"save_strategy": "steps", "save_steps": 4}
     with pytest.raises(RewardError) as error:
-        trainer(tmp_path, reward_funcs=fails, callbacks=[Adds()], **settings).train()
+        trainer(tmp_path, reward_funcs=fails, callbacks=[Changes()], **settings).train()
     (checkpoint,) = checkpoints(tmp_path)
-    assert (checkpoint / "mine").read_text() == "kept"
+    assert (checkpoint / "mine").exists() != removes
     verify(checkpoint)
     assert any(str(checkpoint) in note for note in error.value.__notes__)
 

@@ -134,13 +134,10 @@ def may_save_after(error: BaseException, num_processes: int) -> bool:
     return num_processes == 1 or on_all
 
 
-def is_intact(best: str, is_writer: bool) -> bool:
-    """Whether the best checkpoint can be loaded, on all ranks; warns if it is damaged."""
+def damage_of(checkpoint: Path, is_writer: bool) -> Exception | None:
+    """Why a checkpoint cannot be loaded, on all ranks; `None` if it can."""
     try:
-        on_every_rank(partial(verify, best), *READ_ERRORS, runs=is_writer)
+        on_every_rank(partial(verify, checkpoint), *READ_ERRORS, runs=is_writer)
     except READ_ERRORS as error:
-        logger.warning(
-            "The best checkpoint cannot be used (%s); the model keeps its last weights.", error
-        )
-        return False
-    return True
+        return error
+    return None
