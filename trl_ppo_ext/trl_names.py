@@ -198,6 +198,7 @@ def _set(config: Any, name: str, settings: Settings) -> None:
                 f"`{ours}` is {shown(ours, old)}; remove one of the two."
             )
         setattr(config, ours, old | new if merges else new)
+        config.given.add(ours)
     setattr(config, name, fields[name].default)
 
 

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, cast
@@ -224,10 +224,16 @@ def parse(
                 )
         if problems:
             raise ValueError("\n- ".join(problems))
+        required = {
+            x.name
+            for type_ in types
+            for x in fields(type_)
+            if x.default is MISSING and x.default_factory is MISSING
+        }
         given = {
             name: value
             for name, value in vars(namespace).items()
-            if name in written or getattr(typed, name) is not None
+            if name in {*written, *required} or getattr(typed, name) is not None
         }
         model, script, args = cast(tuple, parser.parse_dict(given, allow_extra_keys=True))
     except (
