@@ -173,6 +173,8 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
     if rival.endswith("by token"):
         places = by_token(task.reward, AutoTokenizer.from_pretrained(base))
     if rival.endswith("by step"):
+        if task.by_step is None:
+            raise ValueError(f"{name} has no steps to pay; take another rival.")
         places = task.by_step
 
     def reward(completions, **kwargs):

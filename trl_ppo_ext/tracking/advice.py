@@ -123,7 +123,7 @@ class Curves:
 
     def __init__(self, run: Run):
         curves = dict(run.curves)
-        if "episodes/limited" in curves:  # no longer completions would have changed that
+        if "episodes/limited" in curves:  # longer completions would have ended there, too
             truncated = curves["completions/clipped_ratio"]
             curves["completions/clipped_ratio"] = truncated - curves["episodes/limited"]
         # often won in one way
