@@ -62,6 +62,17 @@ def check_methods(trainer_class: type) -> None:
             )
 
 
+def without_rewards(args: PPOConfig, environments: Environments) -> PPOConfig:
+    """Settings of a run that names no reward; tools may pay all the same."""
+    settled = args.without_rewards()
+    if environments.kinds and settled is not args and args.process_index == 0:
+        logger.warning(
+            "No reward is named, so there is no critic. If the tools pay, by `StepResult`, set "
+            "`critic='side'`."
+        )
+    return settled
+
+
 def settle_trainer_arguments(
     model: Any,
     reward_funcs: list,

@@ -41,6 +41,7 @@ from .arguments import (
     settle_trainer_arguments,
     tokenizer_name,
     warn_of_turns_that_go_on,
+    without_rewards,
 )
 from .checkpoints import files, hub, resume, save
 from .checkpoints.atomic import rotate
@@ -220,12 +221,7 @@ class PPOTrainer(Trainer):
         if not (reward_list or environments.give_rewards):
             reward_list = [no_reward]
             if critic_factory is None:
-                args = args.without_rewards()
-            if environments.kinds and args.critic == "none":
-                logger.warning(
-                    "No reward is named, and nothing learns values. If the tools pay, by "
-                    "`StepResult`, set `critic='side'`."
-                )
+                args = without_rewards(args, environments)
         check_trackers(args.report_to)
         if args.process_index == 0:
             warn_of_missing_names()

@@ -27,8 +27,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from trl_ppo_ext import PPOConfig, PPOTrainer, arguments
+from trl_ppo_ext import PPOConfig, PPOTrainer, StepResult, arguments
 from trl_ppo_ext import trainer as trainers
+from trl_ppo_ext.episodes import Environments
 from trl_ppo_ext.modeling import ActorCritic
 from trl_ppo_ext.ppo import metrics
 from trl_ppo_ext.tracking import completions
@@ -149,6 +150,26 @@ def test_subclass_with_a_method_of_grpo_is_refused(tmp_path, nothing_is_loaded):
         TypeError, match=r"Mixin defines `_calculate_rewards`.*use a reward function"
     ):
         Mine(llama(), length_reward, config(tmp_path), prompts(), processing_class=tokenizer())
+
+
+class Tooled:
+    def reset(self, **columns):
+        return None
+
+    def look(self) -> StepResult:
+        """Look around."""
+        return StepResult("nothing", reward=1.0)
+
+
+@pytest.mark.parametrize("factory", [None, Tooled])
+def test_run_whose_tools_may_pay_is_told_that_it_has_no_critic(
+    tmp_path, factory, caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    args = config(tmp_path, reference_prompt="shown", kl_coef=1.0)
+    settled = arguments.without_rewards(args, Environments(None, factory))
+    assert settled.critic == "none"
+    assert ("there is no critic. If the tools pay" in caplog.text) == (factory is Tooled)
 
 
 def test_policy_without_its_adapter_is_not_trained_on(tmp_path):

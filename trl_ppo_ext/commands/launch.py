@@ -224,18 +224,11 @@ def parse(
                 )
         if problems:
             raise ValueError("\n- ".join(problems))
-        required = {
-            x.name
-            for type_ in types
-            for x in fields(type_)
-            if x.default is MISSING and x.default_factory is MISSING
-        }
-        given = {
-            name: value
-            for name, value in vars(namespace).items()
-            if name in {*written, *required} or getattr(typed, name) is not None
-        }
-        model, script, args = cast(tuple, parser.parse_dict(given, allow_extra_keys=True))
+        # without defaults: what is given beside a name of TRL must not differ from it
+        given = {name for name, value in vars(typed).items() if value is not None}
+        given |= written.keys() | _required_names(types)
+        values = {name: value for name, value in vars(namespace).items() if name in given}
+        model, script, args = cast(tuple, parser.parse_dict(values, allow_extra_keys=True))
     except (
         argparse.ArgumentError,
         yaml.YAMLError,
@@ -246,6 +239,16 @@ def parse(
         raise ValueError(f"The arguments cannot be read: {shortened(error)}") from error
     script.directory = file and os.path.dirname(os.path.abspath(file))
     return script, args, model
+
+
+def _required_names(types: Sequence[Any]) -> set[str]:
+    """Fields without a default."""
+    return {
+        entry.name
+        for type_ in types
+        for entry in fields(type_)
+        if entry.default is MISSING and entry.default_factory is MISSING
+    }
 
 
 def _renamed_options(argv: Sequence[str]) -> list[str]:
