@@ -166,6 +166,8 @@ def print_estimate(estimate: MemoryEstimate, memory: float | None) -> bool:
     for setting, step in proposals(estimate, memory):
         fits = step.fits(memory)
         change = ", ".join(f"{name}: {json.dumps(value)}" for name, value in setting.items())
+        if "num_mini_batches" in setting and "steps_per_generation" in estimate.args.given:
+            change += ", in place of `steps_per_generation`"
         needed = (step.needed + step.share_of_vllm(memory)) / GIB
         print(f"  {needed:6.1f} GiB, {'fits' if fits else 'does not fit'}: {change}")
     if not fits:

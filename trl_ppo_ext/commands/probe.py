@@ -36,8 +36,7 @@ def main(argv: Sequence[str]) -> None:
     trainer = build_trainer(script, args, model, load_datasets(script))
     result = probe(trainer, cast(ProbeConfig, args).completions)
     print(
-        f"{result['completions']} completions of {result['prompts']} prompts; all scores are equal "
-        "in",
+        f"{result['completions']} completions of {result['prompts']} prompts; all earn the same in",
         end=" ",
     )
     print(f"{result['groups_without_signal']:.0%} of the groups of {result['num_generations']}")

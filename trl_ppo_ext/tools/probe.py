@@ -31,6 +31,7 @@ RIDGES = (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)  # relative to the mean square of th
 LAMBDAS = (0.0, 0.5, 0.8, 0.95, 1.0)
 WITHOUT_CRITIC = ("rebn", "rloo", "grpo")
 SKETCH = 64  # random directions on each side of a gradient
+ROUNDING = 1e-6  # relative to the largest return
 # of the intervals; share of resamples with a signal, at least
 RESAMPLES = 400
 QUANTILES = (0.05, 0.95)
@@ -109,10 +110,12 @@ class Task:
     rollouts: tuple[Rollout, ...]
     samples: tuple[Samples, ...]
     size: int
-    mask: Tensor  # of the tokens that count, [completions, tokens]
+    mask: Tensor  # of the tokens that the policy learns from, [completions, tokens]
+    turns: Tensor  # of the tokens
     rewards: Tensor
     returns: Tensor  # Monte Carlo
-    gamma: float
+    gamma: float | Tensor
+    level: str  # of advantages
 
     @property
     def counts(self) -> Tensor:
@@ -154,7 +157,9 @@ class Task:
         mask = self.mask
         table = torch.zeros_like(self.rewards).masked_scatter(mask, values)
         with_critic = {
-            f"lam={lam:g}": ppo_math.gae(self.rewards, table, mask, self.gamma, lam)[0]
+            f"lam={lam:g}": self._spread(
+                ppo_math.gae(self.rewards, table, mask, self.gamma, per_step(lam, self.level, self.turns))[0]
+            )
             for lam in LAMBDAS
         }
         sums = (self.returns.double() * mask).sum(1)
@@ -164,19 +169,26 @@ class Task:
         rloo = ppo_math.rloo_advantages(totals, self.counts, self.size)
         grpo = ppo_math.grpo_advantages(totals, self.counts, self.size)
         return with_critic | {
-            "rebn": (self.returns - mean_of_others[:, None]).float() * mask,
+            "rebn": self._spread((self.returns - mean_of_others[:, None]).float()),
             "rloo": rloo[:, None] * mask,
             "grpo": grpo[:, None] * mask,
         }
 
+    def _spread(self, advantages: Tensor) -> Tensor:
+        """Advantages of tokens as the run has them: of a turn, that of its first one."""
+        if self.level == "turn":
+            advantages = advantages.gather(1, ppo_math.turn_starts(self.turns)[1])
+        return advantages * self.mask
+
     def groups_without_signal(self) -> float:
-        """Share of the prompts whose scores are all equal."""
-        rows = len(self.mask)
-        scores = torch.cat([part.scored.totals for part in self.samples])[:rows]
-        usable = torch.cat([part.scored.usable for part in self.samples])[:rows]
-        distances = ppo_math.dr_grpo_advantages(scores, usable, self.size)
-        equal = (distances == 0).view(-1, self.size).all(1)
-        return float(equal[usable.view(-1, self.size).any(1)].float().mean())
+        """Share of the prompts whose completions all earn the same, with every penalty."""
+        first = self.mask.int().argmax(1, keepdim=True)
+        earned = self.returns.double().gather(1, first)[:, 0]
+        distances = ppo_math.dr_grpo_advantages(earned, self.counts, self.size)
+        # sums of the same rewards at other tokens are rounded otherwise
+        is_equal = distances.abs() <= ROUNDING * earned.abs().max()
+        groups = is_equal.view(-1, self.size).all(1)
+        return float(groups[self.counts.view(-1, self.size).any(1)].double().mean())
 
 
 def _sampled_task(trainer: PPOTrainer, completions: int) -> Task:
@@ -191,10 +203,13 @@ def _sampled_task(trainer: PPOTrainer, completions: int) -> Task:
         "whiten_advantages": False,
         "advantage_level": "token",
         "top_entropy_quantile": 1.0,
+        "drop_equal_groups": False,
     }
+    # whole groups, if a rollout is smaller than one
+    completions = -(-completions // size) * size
     rollouts, samples = zip(*held_out_rollouts(trainer, completions, size, **changes))
     rows = sum(map(len, rollouts)) // size * size  # of complete groups
-    mask = _stack([x.response_mask for x in rollouts])[:rows]
+    mask = _stack([x.policy_tokens for x in rollouts])[:rows]
     counted = int(mask.any(1).sum())
     if counted < FOLDS:
         raise ValueError(
@@ -204,9 +219,16 @@ def _sampled_task(trainer: PPOTrainer, completions: int) -> Task:
     rewards = _stack(
         [cast(Tensor, x.advantages if x.returns is None else x.returns) for x in samples]
     )[:rows]
-    gamma = trainer.args.gamma
+    turns = _stack([x.sequences.turns for x in rollouts])[:rows]
+    level = trainer.args.advantage_level
+    gamma = per_step(trainer.args.gamma, level, turns)
     _, returns = ppo_math.gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
-    return Task(rollouts, samples, size, mask, rewards, returns, gamma)
+    return Task(rollouts, samples, size, mask, turns, rewards, returns, gamma, level)
+
+
+def per_step(x: float, level: str, turns: Tensor) -> float | Tensor:
+    """γ or λ as a run has it: of tokens, or of turns, which is at their last tokens."""
+    return x if level == "token" else ppo_math.at_turn_ends(x, turns)
 
 
 def foreseen_by_prefixes(sampled: Sequence[Samples]) -> dict[str, float]:
@@ -296,7 +318,7 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def read_states(trainer: PPOTrainer, rollout: Rollout) -> Tensor:
-    """Last states of the policy at the tokens that count, after the position as cosines,
+    """Last states of the policy at the tokens that it learns from, after the position as cosines,
     `[tokens, features]`."""
     features = []
     length = trainer.args.max_completion_length
@@ -308,7 +330,7 @@ def read_states(trainer: PPOTrainer, rollout: Rollout) -> Tensor:
         waves = torch.arange(COSINES, device=hidden.device) * torch.pi / length
         position = (sequences.positions[:, None] * waves).cos()  # the first one is constant
         states = torch.cat([position, nn.functional.rms_norm(hidden, hidden.shape[-1:])], 1)
-        features.append(states[sequences.pick(part.response_mask)].cpu())
+        features.append(states[sequences.pick(part.policy_tokens)].cpu())
     return torch.cat(features)
 
 
@@ -430,8 +452,8 @@ def verdict(found: Mapping[str, Tensor], without_signal: float) -> str:
     means = {name: float(x[0]) for name, x in found.items()}
     if without_signal == 1:
         return (
-            "There is nothing to learn, as all scores of a prompt are equal: change the reward or "
-            "the prompts."
+            "There is nothing to learn, as all completions of a prompt earn the same: change the "
+            "reward or the prompts."
         )
     if not all(map(interval, found.values())):
         return (

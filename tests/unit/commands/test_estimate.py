@@ -12,7 +12,7 @@ from transformers import BertConfig, BitsAndBytesConfig, GPT2Config, LlamaConfig
 from trl_ppo_ext import PPOConfig, RewardAdapter, estimate_memory
 from trl_ppo_ext.commands import estimate as command
 from trl_ppo_ext.commands import main as cli
-from trl_ppo_ext.commands.estimate import proposals
+from trl_ppo_ext.commands.estimate import print_estimate, proposals
 from trl_ppo_ext.tools.memory import GIB, adapter_sizes, model_sizes, on_meta
 
 NF4 = BitsAndBytesConfig(
@@ -74,9 +74,11 @@ def test_proposals_need_what_runs_with_them_need(large, tmp_path, share):
     assert step.fits(memory)
 
 
-def test_proposal_keeps_the_rollout_of_steps_per_generation(large, tmp_path):
+def test_proposal_keeps_the_rollout_of_steps_per_generation(large, tmp_path, capsys):
     given = {"steps_per_generation": 8, "num_mini_batches": None}
     estimate = estimate_of(large, tmp_path, **given)
+    print_estimate(estimate, estimate.needed / GIB * 0.45)
+    assert "num_mini_batches: 4, in place of `steps_per_generation`" in capsys.readouterr().out
     (change,) = [
         x for x, _ in proposals(estimate, estimate.needed / GIB * 0.45) if "num_mini_batches" in x
     ]

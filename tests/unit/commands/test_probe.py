@@ -12,7 +12,7 @@ from datasets import Dataset
 from tiny import WORDS, config, llama, tokenizer
 from transformers import BitsAndBytesConfig
 
-from trl_ppo_ext import PPOTrainer
+from trl_ppo_ext import PPOTrainer, ppo_math
 from trl_ppo_ext.commands import main as cli
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.rewards.prefixes import PrefixScores
@@ -120,6 +120,40 @@ def test_equal_returns_have_no_agreement(tmp_path):
     assert result["explained_variance"] == 0
 
 
+def test_a_penalty_is_learned_from_where_scores_are_equal(tmp_path):
+    """Some completions end, the others pay for it."""
+    run = task(
+        tmp_path, lambda prompts, **_: [0.7] * len(prompts), missing_eos_penalty=1.0, rows=4
+    )
+    result = probe(run)
+    assert result["groups_without_signal"] < 1 and result["agreement"]["rloo"] is not None
+    assert "nothing to learn" not in result["verdict"]
+
+
+@pytest.mark.parametrize("critic", ["side", "none"])
+def test_completions_that_the_policy_does_not_learn_from_are_left_out(tmp_path, critic):
+    ends = []
+
+    def reward(completion_ids, **kwargs):
+        ends.extend(ids[-1] == tokenizer().eos_token_id for ids in completion_ids)
+        return [random.random() for _ in completion_ids]
+
+    settings = {"critic": critic, "num_generations": 8 if critic == "none" else 1}
+    run = task(tmp_path, reward, mask_truncated_completions=True, **settings)
+    assert probe(run)["completions"] == sum(ends) < 256 == len(ends)
+
+
+def test_equal_groups_are_told_where_a_run_drops_them(tmp_path):
+    groups = {"critic": "none", "num_generations": 8, "drop_equal_groups": True}
+    result = probe(task(tmp_path, of_prompt, **groups))
+    assert result["groups_without_signal"] == 1 and "nothing to learn" in result["verdict"]
+
+
+def test_rollouts_smaller_than_a_group_are_enough(tmp_path):
+    run = task(tmp_path, of_each_token, per_device_train_batch_size=4)
+    assert probe(run, completions=4)["completions"] == 8
+
+
 def test_task_of_one_prompt_is_measured_over_completions(tmp_path):
     result = probe(task(tmp_path, of_last_token, rows=1, gamma=0.3), completions=64)
     assert result["prompts"] == 1 and result["explained_variance"] > 0.8
@@ -210,6 +244,35 @@ def test_advantages_follow_their_definitions(tmp_path, monkeypatch, critic):
     for text, fold in zip(tokens, captured["folds"].tolist(), strict=True):
         assert fold_of.setdefault(text, fold) == fold
     assert set(fold_of.values()) == set(range(4))
+
+
+def test_with_turns_gamma_and_lambda_are_those_of_turns():
+    turns = torch.tensor([[1, 1, 0, 2, 2, 2], [1, 0, 2, 3, 3, 0]])
+    mask = turns > 0
+    rewards = torch.randn(2, 6).masked_fill(~mask, 0)
+    values = torch.randn(2, 6).masked_fill(~mask, 0)
+    gamma = 0.9
+    tasks = {}
+    for level in ("turn", "both"):
+        per_turn = module.per_step(gamma, level, turns)
+        returns = ppo_math.gae(rewards, torch.zeros(2, 6), mask, per_turn, 1.0)[1]
+        tasks[level] = module.Task((), (), 2, mask, turns, rewards, returns, per_turn, level)
+    found = {level: task.advantages(values[mask]) for level, task in tasks.items()}
+    for row, starts in enumerate([[0, 3], [0, 2, 3]]):
+        paid = [rewards[row, turns[row] == n + 1].sum() for n in range(len(starts))]
+        after = [*values[row, starts][1:], 0.0]
+        deltas = [x + gamma * y - v for x, y, v in zip(paid, after, values[row, starts])]
+        for lam in LAMBDAS:
+            for number, start in enumerate(starts):
+                exact = sum((gamma * lam) ** k * x for k, x in enumerate(deltas[number:]))
+                own = turns[row] == number + 1
+                of_turn = found["turn"][f"lam={lam:g}"][row]
+                torch.testing.assert_close(of_turn[own], exact.expand(int(own.sum())))
+                torch.testing.assert_close(found["both"][f"lam={lam:g}"][row, start], exact)
+    for name in ("rebn", "rloo", "grpo"):
+        first = ppo_math.turn_starts(turns)[1]
+        spread = found["both"][name].gather(1, first) * mask
+        torch.testing.assert_close(found["turn"][name], spread)
 
 
 def test_completions_beyond_the_last_whole_group_are_left_out(tmp_path):
@@ -435,7 +498,7 @@ def test_command_prints_table_and_verdict(there, tmp_path, capsys):
     printed = capsys.readouterr().out.rstrip()
     result = json.loads((out / "probe.json").read_text())
     assert (
-        "16 completions of 8 prompts; all scores are equal in " in printed
+        "16 completions of 8 prompts; all earn the same in " in printed
         and "of the groups of 2" in printed
     )
     assert (
