@@ -146,7 +146,9 @@ class Curves:
         # before it, only the critic learns, or the learning rate still rises
         critic_warmup = (run.start["config"].get("critic_kwargs") or {}).get("warmup_steps", 0)
         rates = self.of("learning_rate").values
-        self.warmup = max([critic_warmup, *rates.index[rates.diff() > 0]])
+        # it rises again at a restart, and where a resumed run got more steps
+        rises = (rates.diff().iloc[1:] > 0).cummin()
+        self.warmup = max([critic_warmup, *rates.index[1:][rises.to_numpy()]])
         self.rollouts = max(run.rollouts_after(self.warmup), 0)
         is_enough = run.rollouts >= FEWEST_FLAT and len(self.reward.values) >= FEWEST_TREND
         self.rises = self.reward.rises and self.reward.turns is None

@@ -595,6 +595,13 @@ def test_policy_that_hardly_moves_is_judged_after_its_warmup(of_critic):
         assert judgement.verdict.startswith("The policy hardly" if noted == ["dead"] else few)
 
 
+def test_a_rate_that_rises_again_is_no_warmup():
+    """At a restart of the schedule, and where a resumed run got more steps."""
+    rate = np.concatenate([DOWN[:-6], DOWN[:6]])
+    run = synthetic(GOOD | PROVOKED["flat"][0] | {"learning_rate": rate}, noise=0.0)
+    assert [item.rule.name for item in judge(run).advice] == ["dead"]
+
+
 def test_rules_are_named_once_and_explain_only_later_ones():
     names = [rule.name for rule in RULES]
     assert set(CONDITIONS) == set(names) - {"nan", "unscored", "empty", "failed"}
