@@ -255,6 +255,14 @@ def test_group_of_episodes_shares_its_seed(tmp_path):
     assert "frac_reward_zero_std" in run.state.log_history[0]
 
 
+def test_reward_of_a_class_that_is_named_by_an_address_has_a_name_that_lasts(tmp_path):
+    """As those of TRL's `OpenRewardSpec`, in two processes."""
+    for number in (0x7FF907ACED10, 0x7FB46856FD90):
+        made = type(f"_RolloutEnvironment_{number:x}", (Echo,), {})
+        run = echo_trainer(tmp_path, environment_factory=made, max_steps=1)
+        assert run.reward_func_names == ["_RolloutEnvironment"]
+
+
 def test_environment_needs_no_dataset_and_no_reward_function(tmp_path):
     run = echo_trainer(tmp_path, train_dataset=None, max_steps=2)
     run.train()

@@ -4,6 +4,7 @@ they give."""
 import asyncio
 import inspect
 import random
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from copy import deepcopy
@@ -537,8 +538,8 @@ class EnvironmentReward:
         self.environments = environments
         if type_ is type(None):
             self.name = "tools"
-        else:
-            self.name = type_.__name__
+        else:  # a name that lasts: some classes are made at run time, and named by an address
+            self.name = re.sub("_?[0-9a-f]{9,}$", "", type_.__name__) or type_.__name__
 
     def score(self, batch: ScoringBatch) -> "Future[list]":
         """Score episodes; those of other classes have no such reward."""
