@@ -388,7 +388,8 @@ def score_all(
     tokens = torch.zeros(all_scores[0].tokens.shape, dtype=torch.float32, device=device)
     unpaid = torch.zeros(len(batch), dtype=torch.float32, device=device)
     foresights = {}
-    places = torch.stack([scores.places for scores in all_scores]).any(0)
+    counted = [weights is None or weights[index] != 0 for index in range(len(rewards))]
+    places = torch.stack([x.places & is_on for x, is_on in zip(all_scores, counted)]).any(0)
     places = places.to(device, non_blocking=True)
     is_whole = torch.zeros(len(batch), dtype=torch.bool, device=device)
     for index, (reward, scores) in enumerate(zip(rewards, all_scores)):
@@ -400,7 +401,8 @@ def score_all(
             changes = pay_changes(prefixes, foresight.get(reward.name, UNKNOWN), all_sum)
             own = torch.where(prefixes.isfinite().any(1, keepdim=True), changes.tokens, own)
             unpaid += weight * changes.unpaid
-            places = places | changes.places
+            if weight != 0:
+                places = places | changes.places
             foresights[reward.name] = changes.foresight
             whole = whole & ~changes.places.any(1)
         tokens += weight * own

@@ -470,6 +470,18 @@ def test_places_are_those_where_something_is_paid():
         assert scored.is_whole.all().item() is not pays and scored.is_whole.any().item() is not pays
 
 
+def test_reward_that_weighs_nothing_has_no_places():
+    batch = ScoringBatch(["p"] * 64, ["c"] * 64, [[5] * 6] * 64)
+    walks = [PrefixScores(x[0], list(enumerate(x[1:]))) for x in random_walks(64, 7).tolist()]
+    alone = [torch.clone, torch.device("cpu")]
+    for unheard in (walks, [[0.5] * 6] * 64, [[(2, 1.0)]] * 64):
+        rewards = [Paid(*[1.0] * 64), Paid(*unheard)]
+        scored = score_all(rewards, batch, [1.0, 0.0], "raise", 1.0, *alone)
+        assert not scored.places[:, :-1].any() and scored.totals.tolist() == [1.0] * 64
+        heard = score_all(rewards, batch, [1.0, 0.1], "raise", 1.0, *alone)
+        assert heard.places[:, :-1].any()
+
+
 def test_monitored_model_is_read_at_the_end():
     scores = read_scores("model", [PrefixScores(1.0, [(0, 2.0), (2, 5.0)])], [3])
     assert scores.totals.tolist() == [5.0] and scores.tokens[0].tolist() == [0, 0, 5.0]
