@@ -145,12 +145,15 @@ class ToolEnvironment:
         for number, call in enumerate(calls):
             name = call.get("function", call).get("name")
             tool = self.tools.get(name)
+            runs_beside = inspect.iscoroutinefunction(tool)
+            if not runs_beside and any(x.done for x in await asyncio.gather(*started)):
+                break
             answer = place.answer(
                 f"call {number}", partial(self._called, call, tool), name in self.with_state
             )
             started.append(asyncio.ensure_future(answer))
             # one may need what another has done
-            if not inspect.iscoroutinefunction(tool) and (await started[-1]).done:
+            if not runs_beside and (await started[-1]).done:
                 break
         answers = await asyncio.gather(*started)
         ends = next((place for place, answer in enumerate(answers, 1) if answer.done), None)

@@ -340,6 +340,40 @@ def test_nothing_is_paid_after_the_call_that_ends_an_episode(is_async):
     assert called == ([1, 2, 3] if is_async else [1, 2])
 
 
+def test_call_waits_for_the_coroutines_before_it():
+    """It may read what they write, and is not made if one of them ends the episode."""
+    done = []
+
+    async def write(move: int) -> str:
+        """
+        Write slowly.
+
+        Args:
+            move: A move.
+        """
+        await asyncio.sleep(0.05)
+        done.append(f"write {move}")
+        return StepResult(f"wrote {move}", done=move == 9)
+
+    def read(move: int) -> str:
+        """
+        Read.
+
+        Args:
+            move: A move.
+        """
+        done.append(f"read {move}")
+        return "read"
+
+    rows = rows_of("alpha")
+    for last, made in ((2, ["write 1", "write 2", "read 3"]), (9, ["write 1", "write 9"])):
+        calls = [call("write", move=1), call("write", move=last), call("read", move=3)]
+        turns = {"alpha": ["\n".join(calls), "x"]}
+        played(player_of(turns, rows, tools=[write, read]), rows)
+        assert done == made
+        done.clear()
+
+
 def test_turn_with_a_malformed_call_counts_as_a_failed_one():
     rows = rows_of("alpha")
     broken = "<tool_call>\n{'name': 'add'}\n</tool_call>"
