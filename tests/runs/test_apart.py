@@ -45,7 +45,7 @@ def test_steps_of_truncated_completions_move_only_the_critic(tmp_path, critic):
     )
     logs = run.state.log_history[:-1]
     assert all(
-        log["empty_steps"] == 0 and log["loss/value"] > 0 and "loss/policy" not in log
+        log["empty_steps"] > 0 and log["loss/value"] > 0 and "loss/policy" not in log
         for log in logs
     )
 

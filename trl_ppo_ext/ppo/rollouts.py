@@ -468,7 +468,7 @@ def collect(
         foresight=samples.scored.foresight,
     )
     metrics.mean("kl_coef", run.kl_coef)
-    samples = samples._replace(advantages=rollout.advantages)
+    samples = samples._replace(advantages=rollout.advantages * rollout.policy_tokens)
     if credit.critic is not None:
         samples = samples._replace(values=credit.critic.values, returns=credit.critic.returns)
     return rollout, after, samples

@@ -299,7 +299,8 @@ class Updates:
         empty = not self.stopped_early and self.is_empty[self.step]
         self.metrics.mean("stopped_early", self.stopped_early)
         # totals are summed over ranks
-        self.metrics.total("empty_steps", empty and self.args.process_index == 0)
+        without_policy = not self.stopped_early and self.spares_policy[self.step]
+        self.metrics.total("empty_steps", without_policy and self.args.process_index == 0)
         return not (self.stopped_early or empty)
 
     def in_progress(self, global_step: int) -> RolloutInProgress | None:
