@@ -706,29 +706,24 @@ def confirmed_share(
     return min(max(explained_left_out(samples, excluded) / explained, 0.0), 1.0)
 
 
-def baseline(
-    models: Models,
-    sample: Sample,
-    samples: list[Sample],
-    bootstraps: bool,
-) -> tuple[PerToken, float]:
-    """R̄ + α·(V − V̄) at each token, and α.
+def weight_of_values(samples: list[Sample], sample: Sample) -> tuple[Line, float]:
+    """Line of the other samples, and its weight, which shrinks as far as values fit the returns by
+    chance."""
+    line = fit([other for other in samples if other is not sample])
+    weight = line.weight
+    if weight:
+        weight *= confirmed_share(samples, sample, line) ** 2
+    return line, weight
+
+
+def set_baseline(models: Models, sample: Sample, samples: list[Sample]) -> None:
+    """R̄ + α·(V − V̄) at each token.
 
     R̄ and V̄ are the mean return and value, and α is the weight of the values. They are fitted to the
     other samples, so that the baseline does not depend on the sample's own return.
     """
     others = [other for other in samples if other is not sample]
-    line = fit(others)
-
-    # The weight shrinks as far as values fit the returns by chance. It does not if advantages
-    # bootstrap, because then values must know what is left to earn. In that case it is 1 if there
-    # are too few samples for a fit.
-    weight = line.weight
-    if bootstraps:
-        if len(others) < 8:
-            weight = 1.0
-    elif weight:
-        weight *= confirmed_share(samples, sample, line) ** 2
+    line, weight = weight_of_values(samples, sample)
 
     # The mean return includes earlier rollouts, which count as 8 average samples at most.
     mean = line.mean
@@ -739,32 +734,73 @@ def baseline(
         total = mean * tokens + recent.mean() * earlier_tokens
         mean = total / (tokens + earlier_tokens)
 
-    # Good values are not shifted if advantages bootstrap. A shift cancels in differences of
-    # successive values, but not at the last token, after which the value is 0.
-    if bootstraps and weight > 0.5:
-        return sample.values, weight
-    return [mean + weight * (value - line.center) for value in sample.values], weight
+    sample.baseline = [mean + weight * (value - line.center) for value in sample.values]
+    values = [value for other in samples for value in other.values]
+    center = statistics.mean(values)
+    sample.explains = [weight * (value - center) for value in sample.values]
 
 
-def subtract_usual_advantage(samples: list[Sample], knows_places: list[bool]) -> None:
-    """Subtract the mean of the other completions at the same position; fewer count as eight.
-
-    Values that know little leave what all completions earn at a position, e.g. a KL penalty.
-    """
+def means_of_others(rows: list[PerToken]) -> list[PerToken]:
+    """Mean of the other rows at each position; fewer than eight count as eight."""
     totals: dict[int, float] = {}
     counts: dict[int, int] = {}
-    for sample in samples:
-        for position, advantage in enumerate(sample.advantages):
-            totals[position] = totals.get(position, 0.0) + advantage
+    for row in rows:
+        for position, x in enumerate(row):
+            totals[position] = totals.get(position, 0.0) + x
             counts[position] = counts.get(position, 0) + 1
-    for sample, knows in zip(samples, knows_places):
-        if knows:
+    means = []
+    for row in rows:
+        means.append(
+            [
+                (totals[position] - x) / max(counts[position] - 1, 8)
+                for position, x in enumerate(row)
+            ]
+        )
+    return means
+
+
+def deviations(row: PerToken, usual: PerToken, shares: PerToken) -> PerToken:
+    """Deviations from the mean at each position; 0 if that is rounding."""
+    result = []
+    for x, mean, share in zip(row, usual, shares):
+        deviation = share * x - mean
+        result.append(deviation if abs(deviation) > 1e-6 * abs(x) else 0.0)
+    return result
+
+
+def set_bootstrapped_baselines(samples: list[Sample]) -> None:
+    """What the others earn from a position on, and the values around their mean there, as far as
+    they fit the returns around theirs.
+
+    Values that know more are taken as they are. A value stands for those that are missing to eight
+    others.
+    """
+    present = means_of_others([[1.0] * len(sample.ids) for sample in samples])
+    usual_values = means_of_others([sample.values for sample in samples])
+    usual_outcomes = means_of_others([sample.outcomes for sample in samples])
+    around = []
+    for sample, shares, value, outcome in zip(samples, present, usual_values, usual_outcomes):
+        values = deviations(sample.values, value, shares)
+        around.append(
+            replace(sample, values=values, outcomes=deviations(sample.outcomes, outcome, shares))
+        )
+    for number, sample in enumerate(samples):
+        own = around[number]
+        _, weight = weight_of_values(around, own)
+        if weight > 0.5 and explained_left_out(around, own) > 0.01:
+            sample.baseline = sample.values
+            sample.explains = sample.values
             continue
-        rest = []
-        for position, advantage in enumerate(sample.advantages):
-            usual = (totals[position] - advantage) / max(counts[position] - 1, 8)
-            rest.append(advantage - usual)
-        sample.advantages = rest
+        sample.baseline = []
+        sample.explains = []
+        for position, value in enumerate(sample.values):
+            missing = 1 - present[number][position]
+            left = usual_outcomes[number][position] + missing * value
+            sample.baseline.append(left + weight * own.values[position])
+            there = [other for other in samples if position < len(other.values)]
+            mean_value = statistics.mean(other.values[position] for other in there)
+            mean_outcome = statistics.mean(other.outcomes[position] for other in there)
+            sample.explains.append(mean_outcome + weight * (value - mean_value))
 
 
 def advantages_of_critic(
@@ -803,22 +839,17 @@ def advantages_of_critic(
 
     # Normalized values are fitted to the returns before they are a baseline. Others are one as they
     # are.
-    values = []
-    knows_places = []
     bootstraps = alpha is not None or policy_lambda < 1
     for sample in samples:
         predictions = sample.old.predictions.tolist()
         sample.values = [units.value(x) for x in predictions]
         sample.baseline = sample.values
         sample.explains = sample.values
-        values.extend(sample.values)
-    if settings.normalize_values:
-        center = statistics.mean(values)
+    if settings.normalize_values and bootstraps:
+        set_bootstrapped_baselines(samples)
+    elif settings.normalize_values:
         for sample in samples:
-            sample.baseline, weight = baseline(models, sample, samples, bootstraps=bootstraps)
-            explained = explained_left_out(samples, sample)
-            knows_places.append(weight > 0.5 and explained > 0.05)
-            sample.explains = [weight * (value - center) for value in sample.values]
+            set_baseline(models, sample, samples)
 
     for sample in samples:
         if alpha is None:
@@ -842,9 +873,6 @@ def advantages_of_critic(
         sample.returns = []
         for error, value in zip(errors, sample.values):
             sample.returns.append(error + value)
-
-    if settings.normalize_values and bootstraps:
-        subtract_usual_advantage(samples, knows_places)
 
     if settings.normalize_values:
         unit = units.end_rollout(outcomes, len(samples))

@@ -12,8 +12,10 @@ from ..ppo_math import FEWEST, Moments, Reduction
 from .baseline import MEMORY, Groups, fit_baseline, means_of_others
 
 SOLVED = 0.1  # share of the largest deviation of a run, below which advantages fade
-KNOWN = 0.05  # explained variance from which on a critic knows what all earn at a place
-TRUSTED = 0.5  # weight of a critic from which on its values are bootstrapped from as they are
+# weight of a critic, and explained variance without the clock, from which on its values are
+# bootstrapped from as they are
+TRUSTED = 0.5
+KNOWN = 0.01
 LARGEST = 100.0  # advantage and target of a critic, in units of the returns
 
 OVER_GROUPS = {
@@ -114,21 +116,29 @@ def gae_with_critic(
     # 3. The critic is measured on completions that ended. If those are too few, the values after
     # cuts stand for the rest.
     uncut = steps
+    left = outcomes
     if cuts is not None:
         ended = steps & ~cuts.is_cut[:, None]
         is_enough = all_sum(ended.any(1).sum()) >= FEWEST
-        _, bootstrapped = ppo_math.gae(rewards, nothing, steps, gamma, 1.0, after)
-        outcomes = torch.where(is_enough, outcomes, bootstrapped)
+        _, left = ppo_math.gae(rewards, nothing, steps, gamma, 1.0, after)
+        outcomes = torch.where(is_enough, outcomes, left)
         uncut = torch.where(is_enough, ended, steps)
 
     # 4. Advantages for the policy.
     measured = Measured(
-        rewards, values, after, steps, outcomes=outcomes, entering=enters, counted=uncut & enters
+        rewards,
+        values,
+        after,
+        steps,
+        outcomes=outcomes,
+        left=left,
+        entering=enters,
+        counted=uncut & enters,
     )
     if not is_normalized:
         estimate = from_values(measured, discounts)
     elif discounts.bootstraps:
-        estimate = from_later_values(measured, discounts, seen, groups, all_sum)
+        estimate = from_later_values(measured, discounts, groups, all_sum)
     else:
         estimate = from_outcomes(measured, discounts, seen, groups)
 
@@ -164,6 +174,7 @@ class Measured(NamedTuple):
     after: Tensor | None  # [batch], values after a limit; 0 at completions that ended
     steps: Tensor  # 1 at tokens, or first tokens of turns, that have a value
     outcomes: Tensor  # sums of the rewards that follow
+    left: Tensor  # the same, with the values after a limit
     entering: Tensor  # 1 at steps of ordinary completions
     counted: Tensor  # 1 at those of them with an outcome
 
@@ -206,30 +217,34 @@ def from_outcomes(x: Measured, discounts: Discounts, seen: Moments, groups: Grou
 
 
 def from_later_values(
-    x: Measured,
-    discounts: Discounts,
-    seen: Moments,
-    groups: Groups,
-    all_sum: Reduction = torch.clone,
+    x: Measured, discounts: Discounts, groups: Groups, all_sum: Reduction = torch.clone
 ) -> Estimate:
     """With λ < 1 values of later tokens stand for what is left to earn.
 
     Scores of other completions know no time: among the values, they would stay when nothing is left
     to earn. They are subtracted from the advantages.
     """
-    # 1. Values as they are if they fit the outcomes: a shift of all would charge the ends of
-    # completions with what is still to earn before them.
-    values = x.values[..., None]
-    fit = fit_baseline(x.outcomes, values, x.counted, seen, groups, is_cautious=False)
-    is_trusted = fit.weights > TRUSTED
-    baseline = torch.where(is_trusted, x.values, fit.at(values)) * x.steps
-    advantages = x.gae(baseline, discounts)
-    weights = fit.weights
+    # 1. Around their means at a place, values count as far as they fit the outcomes.
+    has_number = ppo_math.place_numbers(x.steps) < ppo_math.MOST_PLACES - 1  # later ones share it
 
-    # 2. Values that know little leave what all completions earn at a place, e.g. a KL penalty.
-    usual = mean_of_others_at_place(advantages, x.steps, x.entering, all_sum)
-    is_known = is_trusted & (fit.left_out > KNOWN)
-    advantages = (advantages - usual.masked_fill(is_known, 0)) * x.steps
+    def usual(y: Tensor) -> Tensor:
+        return mean_of_others_at_place(y, x.steps, x.entering, all_sum) * has_number
+
+    present = usual(torch.ones_like(x.values))  # below 1 where fewer than eight others are
+    usual_left = usual(x.left)
+    beyond = deviations(x.values, usual(x.values), present)
+    of_outcomes = deviations(x.left, usual_left, present)
+    fit = fit_baseline(of_outcomes, beyond[..., None], x.counted & has_number, groups=groups)
+
+    # 2. What others earn from a place on is left to earn there. Values that know no more would be
+    # noise in the advantage of each token; those that do are taken as they are.
+    is_known = (fit.weights > TRUSTED) & (fit.left_out > KNOWN)
+    weights = fit.weights.masked_fill(is_known, 1.0)
+    left = usual_left + (1 - present) * x.values + weights * beyond
+    baseline = torch.where(is_known, x.values, left) * x.steps
+    advantages = x.gae(baseline, discounts)
+    of_all = [mean_of_all_at_place(y, x.steps, x.counted, all_sum) for y in (x.left, x.values)]
+    explains = torch.where(is_known, x.values, of_all[0] + weights * (x.values - of_all[1]))
 
     # 3. Whatever the other completions tell of an advantage is no merit of its token.
     if groups.size > 1:
@@ -237,7 +252,23 @@ def from_later_values(
         of_group = fit_baseline(advantages, others, x.counted, groups=groups)
         advantages = (advantages - of_group.at(others) + of_group.mean[:, None]) * x.steps
         weights = torch.cat([weights, of_group.weights], 1)
-    return Estimate(advantages, baseline, fit.explains(values), weights)
+    return Estimate(advantages, baseline, explains, weights)
+
+
+def deviations(x: Tensor, usual: Tensor, present: Tensor) -> Tensor:
+    """Deviations from the mean at a place, which is shrunk as `present` is; 0 within rounding."""
+    result = present * x - usual
+    return result.masked_fill(result.abs() <= ppo_math.ROUNDING * x.abs(), 0)
+
+
+def mean_of_all_at_place(
+    x: Tensor, steps: Tensor, enters: Tensor, all_sum: Reduction = torch.clone
+) -> Tensor:
+    """Mean over all completions at the same number of a step, `[batch, response]`; its own where
+    none enters."""
+    numbers = ppo_math.place_numbers(steps)
+    means = ppo_math.means_by_number(x, numbers, enters, all_sum)[numbers]
+    return torch.where(means.isnan(), x, means).to(x.dtype)
 
 
 def mean_of_others_at_place(

@@ -13,6 +13,9 @@ rollouts: a baseline that depended on its own return would bias the gradient.
 What fits some prompts need not hold for others, least of all if a few completions decide. So α and
 β shrink by the squared share of what they explain that they still explain of prompts which were
 left out of the fit.
+
+With λ below 1 what is fitted are deviations from means at a place of a completion, and only α and
+what it explains are used.
 """
 
 from collections.abc import Callable
@@ -21,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ppo_math import FEWEST, Moments, Reduction
+from ..ppo_math import Moments, Reduction
 
 MEMORY = 8  # completions whose weight earlier rollouts have, at most, in means and units of returns
 FOLDS = 16  # parts of the prompts that are left out in turn
@@ -187,15 +190,11 @@ def fit_baseline(
     mask: Tensor,
     seen: Moments = Moments(),
     groups: Groups = Groups(),
-    is_cautious: bool = True,
 ) -> Baseline:
     """Fit the baseline of each completion to the completions of the other prompts, and R̄ also to
     earlier rollouts.
 
     `returns` and `mask` are `[batch, response]`; the mask is 1 at tokens whose return was observed.
-    Without caution, weights do not shrink, and are 1 in rollouts of a few: values that are
-    bootstrapped from must know what is left, and a constant would charge each end of a completion
-    with the mean return.
     """
     # 1. Sums of each prompt, and of all others.
     if returns.device.type == "mps":
@@ -214,13 +213,10 @@ def fit_baseline(
     rounding = 1e-12 * of_all.products.diagonal()
     weights = _least_squares(products, rounding)
     left_out = _explained_left_out(of_prompts, of_others, rounding)
-    if is_cautious:
-        explained = _explained(_error(products, weights), products[..., 0, 0])[:, None]
-        smallest = torch.finfo(weights.dtype).tiny
-        # squared, for what tells nothing holds a little for half of all parts
-        weights = weights * (left_out / explained.clamp(min=smallest)).clamp(0, 1) ** 2
-    else:
-        weights = torch.where((of_others.rows >= FEWEST)[:, None], weights, 1.0)
+    explained = _explained(_error(products, weights), products[..., 0, 0])[:, None]
+    smallest = torch.finfo(weights.dtype).tiny
+    # squared, for what tells nothing holds a little for half of all parts
+    weights = weights * (left_out / explained.clamp(min=smallest)).clamp(0, 1) ** 2
     size_of_returns = of_others.tokens * (means[:, 0] + center[0]) ** 2
     # they vary, not by rounding only
     weights = weights * (products[:, 0, 0] > 1e-12 * size_of_returns)[:, None]

@@ -95,6 +95,61 @@ def test_trusted_values_are_all_that_is_subtracted():
     close(advantages, expected)
 
 
+def test_noise_of_a_critic_that_knows_the_time_only_is_in_no_advantage():
+    """Values fall with what is left, which explains most of the returns, and each has an error."""
+    torch.manual_seed(0)
+    steps = torch.ones(64, 100).bool()
+    rewards = 1.0 + torch.randn(64, 100).double()
+    clock = torch.arange(100.0, 0.0, -1.0).double().expand(64, 100)
+    seen = Moments(100.0, 0.0, 100.0)  # of a unit of 1
+
+    def size(values):
+        discounts = with_lambdas(0.8, 1.0, gamma=1.0)
+        result = gae_with_critic(rewards, values, steps, seen, True, discounts)[0]
+        return result.advantages.square().mean().sqrt(), result
+
+    exact, _ = size(clock)
+    noisy, result = size(clock + 4 * torch.randn(64, 100))
+    as_it_is = ppo_math.gae(rewards, result.values, steps, 1.0, 0.8)[0].square().mean().sqrt()
+    assert noisy < 1.05 * exact < 0.5 * as_it_is
+    without_clock = result.explains - result.explains.mean(0)
+    assert without_clock.abs().max() < 1.0  # and nothing is said to be explained by it
+
+
+def test_deviations_count_as_far_as_they_fit():
+    """What is left to earn is that of others, and around it the critic's share."""
+    torch.manual_seed(0)
+    steps = torch.ones(64, 10).bool()
+    known = torch.randn(64, 1).double().expand(64, 10)
+    rewards = torch.zeros(64, 10).double()
+    rewards[:, -1] = known[:, 0] + torch.randn(64)
+    values = 5 + known + 2 * torch.randn(64, 1)  # a fifth of its deviations is right
+    discounts = with_lambdas(0.0, 1.0, gamma=1.0)
+    seen = Moments(100.0, 0.0, 100.0)
+    result, _ = gae_with_critic(rewards, values, steps, seen, True, discounts)
+    weight = result.weights[:, 0]
+    assert (weight > 0.02).all() and (weight < 0.4).all()
+    others = (values.sum(0) - values) / 63
+    left = (rewards.sum(0)[-1] - rewards[:, -1:]) / 63
+    close(result.baseline, left + weight[:, None] * (values - others), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_values_stand_for_the_completions_that_are_missing_to_eight(count):
+    torch.manual_seed(0)
+    steps = torch.ones(count, 5).bool()
+    rewards = torch.randn(count, 5).double()
+    outcomes = rewards.flip(1).cumsum(1).flip(1)
+    values = -outcomes  # a weight of 0
+    discounts = with_lambdas(0.8, 1.0, gamma=1.0)
+    seen = Moments(100.0, 0.0, 100.0)
+    result, _ = gae_with_critic(rewards, values, steps, seen, True, discounts)
+    of_others = outcomes.sum(0) - outcomes
+    missing = 8 - (count - 1)
+    assert not result.weights.any()
+    close(result.baseline, (of_others + missing * values) / 8)
+
+
 def test_mean_of_others_at_a_place_is_no_own_number():
     x = torch.arange(20.0).view(10, 2)
     mask = torch.ones_like(x).bool()
@@ -220,6 +275,35 @@ def test_exact_critic_of_cut_episodes_is_trusted():
         )
         close(result.returns, exact)
         assert result.weights.min() > 0.99 and result.advantages.abs().max() < 0.3
+
+
+def test_cut_episodes_are_not_compared_with_those_that_ended():
+    """Each step earns 1, and one of twenty ends; what is left is 20, also after a limit."""
+    torch.manual_seed(0)
+    ends = torch.rand(64, 20) < 0.05
+    steps = ends.cumsum(1) - ends.long() == 0
+    is_cut = ~ends.any(1)
+    assert 8 <= is_cut.sum() <= 56
+    rewards = steps.double()
+    values = 20 + 0.5 * torch.randn(64, 20).double()
+    cuts = Cuts(is_cut, torch.full((64,), 20.0).double())
+    seen = Moments(100.0, 0.0, 100.0)
+    discounts = with_lambdas(0.8, 1.0, gamma=1.0)
+    result, _ = gae_with_critic(rewards, values, steps, seen, True, discounts, cuts)
+    assert result.weights.max() < 0.5
+    assert result.advantages[is_cut, -5:].mean(0).abs().max() < 3  # of those that ended alone: 10
+
+
+def test_steps_that_share_the_last_number_of_a_place_have_the_values_as_they_are():
+    length = ppo_math.MOST_PLACES + 50
+    rewards = torch.randn(9, length).double()
+    steps = torch.ones(9, length).bool()
+    values = torch.randn(9, length).double()
+    seen = Moments(100.0, 0.0, 100.0)
+    discounts = with_lambdas(0.8, 1.0, gamma=1.0)
+    result, _ = gae_with_critic(rewards, values, steps, seen, True, discounts)
+    close(result.baseline[:, ppo_math.MOST_PLACES - 1 :], values[:, ppo_math.MOST_PLACES - 1 :])
+    assert (result.baseline[:, 0] - values[:, 0]).abs().min() > 1e-3
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
