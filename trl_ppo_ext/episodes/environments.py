@@ -141,7 +141,7 @@ class ToolEnvironment:
         calls = message.get("tool_calls")
         if not calls:
             return Answer()
-        started = []
+        started: list[asyncio.Future] = []
         for number, call in enumerate(calls):
             name = call.get("function", call).get("name")
             tool = self.tools.get(name)
