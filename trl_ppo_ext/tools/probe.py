@@ -158,7 +158,9 @@ class Task:
         table = torch.zeros_like(self.rewards).masked_scatter(mask, values)
         with_critic = {
             f"lam={lam:g}": self._spread(
-                ppo_math.gae(self.rewards, table, mask, self.gamma, per_step(lam, self.level, self.turns))[0]
+                ppo_math.gae(
+                    self.rewards, table, mask, self.gamma, per_step(lam, self.level, self.turns)
+                )[0]
             )
             for lam in LAMBDAS
         }

@@ -122,9 +122,7 @@ def test_equal_returns_have_no_agreement(tmp_path):
 
 def test_a_penalty_is_learned_from_where_scores_are_equal(tmp_path):
     """Some completions end, the others pay for it."""
-    run = task(
-        tmp_path, lambda prompts, **_: [0.7] * len(prompts), missing_eos_penalty=1.0, rows=4
-    )
+    run = task(tmp_path, lambda prompts, **_: [0.7] * len(prompts), missing_eos_penalty=1.0, rows=4)
     result = probe(run)
     assert result["groups_without_signal"] < 1 and result["agreement"]["rloo"] is not None
     assert "nothing to learn" not in result["verdict"]
