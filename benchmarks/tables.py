@@ -10,6 +10,7 @@ import json
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,13 @@ from student import margin
 
 PAGES = [HERE / "README.md", HERE / "NOTES.md"]
 # names in statistics.json
-TODAY = "less the mean of others at a place, unless the critic knows it"
+TODAY = "around what others earn from a place on"
+STATE_G = "less the mean of others at a place, unless the critic knows it"
 BEFORE_TODAY = (
     "before trusted values as they are",
     "with trusted values as they are",
     "less the mean of others at a place",
+    STATE_G,
 )
 SEVERAL = 3  # values, from which on there are intervals
 PLACE = re.compile(r"(<!-- ((\w+\.json)(?:, \w+)?) -->\n\n)(?:\|.*\n)*\n*")
@@ -142,14 +145,18 @@ def gpu(measured: dict) -> str:
 
 def statistics_of_today(measured: list[dict]) -> str:
     """Runs of the arena with today's defaults: where λ is 1, those of the states before are the
-    same. Beside them, the ends of PPO's and GRPO's runs with earlier defaults."""
+    same, and with a star those of state G, where there are fewer than three of today. Beside them,
+    the ends of PPO's and GRPO's runs with earlier defaults."""
     runs: dict[tuple[str, str, str], dict[int, list[float]]] = {}
+    of_today = Counter((run["task"], run["rival"]) for run in measured if run["code"] == TODAY)
     for run in measured:
         is_same = run["code"] in BEFORE_TODAY and set(run.get("lam", ())) == {1.0}
-        has_defaults = "lam" not in run["rival"] and (run["code"] == TODAY or is_same)
-        if run["task"] not in arena.LENGTHS or not has_defaults:
+        is_starred = run["code"] == STATE_G and of_today[run["task"], run["rival"]] < SEVERAL
+        has_defaults = run["code"] == TODAY or is_same or is_starred
+        if run["task"] not in arena.LENGTHS or "lam" in run["rival"] or not has_defaults:
             continue
-        key = run["task"], run["rival"], f"{run['lam'][0]:g}"
+        star = "" if run["code"] == TODAY or is_same else " *"
+        key = run["task"], run["rival"] + star, f"{run['lam'][0]:g}"
         runs.setdefault(key, {})[run["seed"]] = run.get("success", run["shares"])
     earlier = ends_of(json.loads(arena.RESULTS.read_text()))
     rows = []
@@ -157,7 +164,7 @@ def statistics_of_today(measured: list[dict]) -> str:
         means = [statistics.mean(curve) for curve in curves.values()]
         ends = [statistics.mean(curve[-3:]) for curve in curves.values()]
         seeds = ", ".join(map(str, sorted(curves)))
-        before = [earlier.get((task, name), "") for name in (rival, "GRPO")]
+        before = [earlier.get((task, name), "") for name in (rival.removesuffix(" *"), "GRPO")]
         rows.append([task, rival, level, seeds, interval(means), interval(ends), *before])
     return markdown(
         "task, rival, λ, seeds, mean of the run:, last 3 rollouts:, earlier defaults:, GRPO:", rows

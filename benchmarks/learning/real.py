@@ -16,8 +16,8 @@ Tasks:
 - unequal: the same with one to four words, so that prompts differ in what they can earn.
 - length: the reward of the exercise in Hugging Face's course (chapter 12), answers of 50
   characters, with questions of our own, since its dataset is on the Hub; in bfloat16.
-- sums: 32 terms of reasoning-gym added line by line in 400 tokens, after a warm start (sums.py),
-  scored by the share of lines that are right; in bfloat16, with 32 completions in a rollout.
+- keywords: stories of 200 words or more that contain eight given words, in up to 448 tokens
+  (keywords.py); in bfloat16, with 32 completions in a rollout.
 """
 
 import argparse
@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 sys.path[:0] = [str(ROOT), str(RECIPES), str(RECIPES / "smollm2")]
+import keywords
 import reverse
-import sums
 from by_token import by_token
 from picture import Curve, picture
 from reviews import THINGS, openings, vader
@@ -80,16 +80,13 @@ RIVALS: dict[str, dict[str, Any]] = {
     "TRL GRPO": GROUPS,
     "PPO": {},
     "PPO, by token": {},  # "by token": the score is paid as it comes, each token what it changes
-    "PPO, by step": {},  # "by step": each line is paid that is right
     "ReBN": REBN,
     "ReBN, by token": REBN,
-    "ReBN, by step": REBN,
     "GRPO": GROUPS | {"critic": "none"},
     "RLOO": GROUPS | {"critic": "none", "advantage_estimator": "rloo"},
     "PPO, in groups": GROUPS,  # PPO on the prompts of GRPO
     "PPO, running mean": RUNNING_MEAN,  # all values are the mean return
     "PPO, running mean, by token": RUNNING_MEAN,  # λ is PPO's
-    "PPO, running mean, by step": RUNNING_MEAN,
     # the score is measured, and no reward is given
     "distill": {"reference_prompt": "praised", "kl_coef": 1.0},
 }
@@ -107,8 +104,8 @@ COLORS = {
 
 
 class Task(NamedTuple):
-    """Model, prompts of a seed, reward, length of completions in tokens, rollouts of a run, reward
-    to reach, and what pays "by step"."""
+    """Model, prompts of a seed, reward, length of completions in tokens, rollouts of a run, and
+    reward to reach."""
 
     base: Callable[[], str]
     rows: Callable[[int], list[dict]]
@@ -118,7 +115,6 @@ class Task(NamedTuple):
     goal: float
     dtype: str = "float32"
     rollout: int = ROLLOUT
-    by_step: Callable[..., list] | None = None
 
 
 def reviews(seed: int) -> list[dict]:
@@ -149,7 +145,9 @@ TASKS = {
     "reverse": Task(reverse.warm_base, reverse.rows, reverse.in_place, 24, 20, 0.38),
     "unequal": Task(reverse.warm_base, reverse.unequal_rows, reverse.in_place, 32, 20, 0.5),
     "length": Task(base_model, questions, of_50_characters, 96, 20, -15.0, "bfloat16"),
-    "sums": Task(sums.warm_base, sums.rows, sums.right, 480, 10, 0.5, "bfloat16", 32, sums.by_line),
+    "keywords": Task(
+        base_model, keywords.rows, keywords.followed, 448, 6, 0.6, "bfloat16", rollout=32
+    ),
 }
 
 
@@ -172,10 +170,6 @@ def train(name: str, rival: str, rate: float, seed: int, **settings) -> dict:
     places = None  # the score is paid at the end
     if rival.endswith("by token"):
         places = by_token(task.reward, AutoTokenizer.from_pretrained(base))
-    if rival.endswith("by step"):
-        if task.by_step is None:
-            raise ValueError(f"{name} has no steps to pay; take another rival.")
-        places = task.by_step
 
     def reward(completions, **kwargs):
         scores = task.reward(completions=completions, **kwargs)
@@ -325,7 +319,8 @@ def table(runs: list[dict]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for (task, rival), group in chosen(runs).items():
-        parts = [[statistics.mean(run["rewards"][part]) for run in group] for part in PARTS]
+        parts = [[run["rewards"][part] for run in group] for part in PARTS]
+        means = [[statistics.mean(rewards) for rewards in part if rewards] for part in parts]
         reached = [to_goal(run["rewards"], TASKS[task].goal) for run in group]
         until = ", ".join("never" if n is None else f"{n * TASKS[task].rollout:,}" for n in reached)
         seconds = statistics.mean(run["seconds"][-1] for run in group)
@@ -333,7 +328,7 @@ def table(runs: list[dict]) -> str:
             task,
             rival,
             f"{group[0]['rate']:g}",
-            *map(interval, parts),
+            *(interval(values) if values else "" for values in means),  # short runs lack a part
             until,
             worse_than_constant(group),
             f"{seconds:.0f}",
