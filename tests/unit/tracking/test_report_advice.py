@@ -409,8 +409,7 @@ def test_measured_runs_of_a_real_model_are_good():
         run
         for run in json.loads(results.read_text())
         if "logged" in run
-        and run["task"]
-        != "sums"  # half of the rollouts, and of their completions: within its noise
+        and run["task"] != "keywords"  # which asks for length, and the report says so
         and "TRL" not in run["rival"]
         # in fifths: single rollouts are noisy
         and sum(run["rewards"][-4:]) > 1.2 * sum(run["rewards"][:4]) >= 0
