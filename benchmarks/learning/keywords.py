@@ -28,15 +28,10 @@ def rows(seed: int) -> list[dict]:
     return prompts
 
 
-def found(text: str, words: list[str]) -> list[int]:
-    """Where the first mention of each keyword ends, of those that the text contains."""
-    mentions = [re.search(rf"\b{word}\b", text, re.IGNORECASE) for word in words]
-    return [mention.end() for mention in mentions if mention]
-
-
 def score(text: str, words: list[str]) -> float:
     """Share of the keywords that a story contains, less the more it is too short."""
-    return len(found(text, words)) / len(words) * min(len(text.split()) / LONG, 1.0)
+    found = [word for word in words if re.search(rf"\b{word}\b", text, re.IGNORECASE)]
+    return len(found) / len(words) * min(len(text.split()) / LONG, 1.0)
 
 
 def followed(completions: list[list[dict]], keywords: list[list[str]], **kwargs) -> list[float]:

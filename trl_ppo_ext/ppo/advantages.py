@@ -240,11 +240,13 @@ def from_later_values(
     # noise in the advantage of each token; those that do are taken as they are.
     is_known = (fit.weights > TRUSTED) & (fit.left_out > KNOWN)
     weights = fit.weights.masked_fill(is_known, 1.0)
-    left = usual_left + (1 - present) * x.values + weights * beyond
-    baseline = torch.where(is_known, x.values, left) * x.steps
+    # values stand for the others that are missing to eight
+    of_others = usual_left + (1 - present) * x.values
+    baseline = torch.where(is_known, x.values, of_others + weights * beyond) * x.steps
     advantages = x.gae(baseline, discounts)
-    of_all = [mean_of_all_at_place(y, x.steps, x.counted, all_sum) for y in (x.left, x.values)]
-    explains = torch.where(is_known, x.values, of_all[0] + weights * (x.values - of_all[1]))
+    mean_left = mean_of_all_at_place(x.left, x.steps, x.counted, all_sum)
+    mean_value = mean_of_all_at_place(x.values, x.steps, x.counted, all_sum)
+    explains = torch.where(is_known, x.values, mean_left + weights * (x.values - mean_value))
 
     # 3. Whatever the other completions tell of an advantage is no merit of its token.
     if groups.size > 1:

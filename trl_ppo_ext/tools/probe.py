@@ -156,14 +156,11 @@ class Task:
         """Advantages to compare: by GAE of these values, and without a critic."""
         mask = self.mask
         table = torch.zeros_like(self.rewards).masked_scatter(mask, values)
-        with_critic = {
-            f"lam={lam:g}": self._spread(
-                ppo_math.gae(
-                    self.rewards, table, mask, self.gamma, per_step(lam, self.level, self.turns)
-                )[0]
-            )
-            for lam in LAMBDAS
-        }
+        with_critic = {}
+        for lam in LAMBDAS:
+            decay = per_step(lam, self.level, self.turns)
+            of_tokens, _ = ppo_math.gae(self.rewards, table, mask, self.gamma, decay)
+            with_critic[f"lam={lam:g}"] = self._spread(of_tokens)
         sums = (self.returns.double() * mask).sum(1)
         tokens = mask.sum(1)
         mean_of_others = (sums.sum() - sums) / (tokens.sum() - tokens)
