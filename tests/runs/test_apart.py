@@ -38,7 +38,9 @@ def test_steps_of_truncated_completions_move_only_the_critic(tmp_path, critic):
     )
     write_completions(run, lambda prompts: [[5 + sum(ids) % 9] * 8 for ids in prompts])
     before = parts(run)
+    seen = rollouts_of(run)
     run.train()
+    assert not any(samples.advantages.any() for _, samples in seen)  # nor does a log show any
     policy, critic = parts(run)
     assert equal(policy, before[0]) and not any(
         torch.equal(x, before[1][name]) for name, x in critic.items()
