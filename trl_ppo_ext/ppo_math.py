@@ -357,7 +357,8 @@ def whiten(
     """Return `x` with zero mean (unless `keeps_mean`) and unit variance over the mask, and what it
     was divided by.
 
-    The variance is Bessel-corrected. If it is no more than rounding, the scale is unknown: `x`
+    The variance is Bessel-corrected, and 1e-8 is added to it as in TRL, so `x` stays small if its
+    deviation is far below 1e-4. If the variance is no more than rounding, the scale is unknown: `x`
     becomes 0, or its mean with `keeps_mean`, and the unit is 1.
     """
     mean, variance = torch.stack(_moments(x, mask, all_sum)).tolist()
@@ -454,37 +455,46 @@ def token_rewards(
 # ----
 
 
-def _deviations(scores: Tensor, counts: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+def _deviations(
+    scores: Tensor, counts: Tensor, group_size: int, sizes: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Deviations from the group's mean, `[groups, group_size]`, and the members that count,
     `[groups, 1]`."""
+    sizes = scores.abs() if sizes is None else sizes
     scores = scores.reshape(-1, group_size)
     counts = counts.bool().reshape(-1, group_size)
+    largest = sizes.reshape(-1, group_size).masked_fill(~counts, 0).amax(1, keepdim=True)
     # relative to a member, so that equal scores deviate by exactly 0: GRPO would amplify the
     # rounding of a mean, and of sums of the same rewards at other tokens
     lowest = scores.masked_fill(~counts, torch.inf).amin(1, keepdim=True)
     above = (scores - lowest).masked_fill(~counts, 0)
-    differ = above.amax(1, keepdim=True) > ROUNDING_OF_SUMS * lowest.abs()
+    differ = above.amax(1, keepdim=True) > ROUNDING_OF_SUMS * largest
     above = above * differ
     members = counts.sum(1, keepdim=True)
     mean = above.sum(1, keepdim=True) / members.clamp(min=1)
     return (above - mean).masked_fill(~counts, 0), members
 
 
-def grpo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
+def grpo_advantages(
+    scores: Tensor, counts: Tensor, group_size: int, sizes: Tensor | None = None
+) -> Tensor:
     r"""GRPO: (Rᵢ − mean) / (std + 1e-4) over the group, with Bessel's correction, as in TRL's
     `GRPOTrainer`.
 
     Scores, `counts` and the result are `[batch]`. The `group_size` completions of a prompt are in
-    consecutive rows. Those that do not count are skipped, and their advantage is 0.
+    consecutive rows. Those that do not count are skipped, and their advantage is 0. Scores that are
+    sums round as the `sizes` of what they are sums of, `[batch]`; by default as they do themselves.
 
     Source: https://huggingface.co/papers/2402.03300
     """
-    deviations, members = _deviations(scores, counts, group_size)
+    deviations, members = _deviations(scores, counts, group_size, sizes)
     variance = (deviations**2).sum(1, keepdim=True) / (members - 1).clamp(min=1)
     return (deviations / (variance.sqrt() + 1e-4)).reshape(-1)
 
 
-def dr_grpo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
+def dr_grpo_advantages(
+    scores: Tensor, counts: Tensor, group_size: int, sizes: Tensor | None = None
+) -> Tensor:
     r"""Rᵢ − mean over the group (Dr. GRPO).
 
     It is not divided by the deviation, so that no prompt weighs more than another.
@@ -493,17 +503,19 @@ def dr_grpo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tenso
 
     Source: https://huggingface.co/papers/2503.20783
     """
-    return _deviations(scores, counts, group_size)[0].reshape(-1)
+    return _deviations(scores, counts, group_size, sizes)[0].reshape(-1)
 
 
-def rloo_advantages(scores: Tensor, counts: Tensor, group_size: int) -> Tensor:
+def rloo_advantages(
+    scores: Tensor, counts: Tensor, group_size: int, sizes: Tensor | None = None
+) -> Tensor:
     r"""RLOO: Rᵢ − mean over the other members of the group, an unbiased baseline.
 
     Arguments and result are those of [`grpo_advantages`].
 
     Source: https://huggingface.co/papers/2402.14740
     """
-    deviations, members = _deviations(scores, counts, group_size)
+    deviations, members = _deviations(scores, counts, group_size, sizes)
     # Rᵢ − (ΣR − Rᵢ)/(n − 1) = n/(n − 1)·(Rᵢ − mean)
     return (deviations * members / (members - 1).clamp(min=1)).reshape(-1)
 

@@ -22,7 +22,7 @@ OVER_GROUPS = {
     "grpo": ppo_math.grpo_advantages,
     "dr_grpo": ppo_math.dr_grpo_advantages,
     "rloo": ppo_math.rloo_advantages,
-    "reinforce": lambda scores, counts, _: scores.masked_fill(~counts, 0),
+    "reinforce": lambda scores, counts, *_: scores.masked_fill(~counts, 0),
 }
 
 
@@ -303,10 +303,16 @@ def divide_by_unit(result: AnyAdvantages, seen: Moments, largest: float = 0.0) -
 
 
 def in_groups_that_differ(
-    scores: Tensor, usable: Tensor, group_size: int, gather: Reduction = torch.clone
+    scores: Tensor,
+    usable: Tensor,
+    sizes: Tensor,  # of what the scores are sums of, [batch]
+    group_size: int,
+    gather: Reduction = torch.clone,
 ) -> Tensor:
     """Whether the scores of a completion's group differ, at those of all ranks."""
-    deviations = ppo_math.dr_grpo_advantages(gather(scores), gather(usable), group_size)
+    deviations = ppo_math.dr_grpo_advantages(
+        gather(scores), gather(usable), group_size, gather(sizes)
+    )
     has_spread = deviations.view(-1, group_size) != 0  # it is exactly 0 without a spread
     return has_spread.any(1).repeat_interleave(group_size)
 
@@ -322,7 +328,8 @@ def group_advantages(
     """A completion's score against the others of its prompt, `[batch, 1]`; a group may span
     ranks."""
     scores = rewards.sum(1)
-    advantages = OVER_GROUPS[name](gather(scores), gather(usable), group_size)
+    sizes = rewards.abs().sum(1)
+    advantages = OVER_GROUPS[name](gather(scores), gather(usable), group_size, gather(sizes))
     return Advantages(advantages[rank * len(scores) : (rank + 1) * len(scores), None])
 
 

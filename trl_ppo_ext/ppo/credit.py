@@ -129,7 +129,8 @@ def drop_equal_groups(
     """Nothing is learned from completions of a prompt whose scores are all equal."""
     usable = samples.scored.usable
     scores = credit.shaped.totals - missing_eos_penalty * ~samples.stopped
-    differs = in_groups_that_differ(scores, usable, groups.size, groups.gather)
+    sizes = credit.rewards.abs().sum(1)
+    differs = in_groups_that_differ(scores, usable, sizes, groups.size, groups.gather)
     mask = credit.policy_mask & groups.own(differs, usable)[:, None]
     return credit._replace(response_mask=mask, policy_mask=mask), run
 

@@ -136,7 +136,9 @@ def log_rewards(
 def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduction) -> None:
     """Log the share of prompts whose completions all have the same reward."""
     if group_size > 1:
-        differs = in_groups_that_differ(scored.totals, scored.usable, group_size, gather)
+        differs = in_groups_that_differ(
+            scored.totals, scored.usable, scored.sizes, group_size, gather
+        )
         any_usable = gather(scored.usable).view(-1, group_size).any(1)
         metrics.mean("frac_reward_zero_std", ~differs, any_usable.repeat_interleave(group_size))
 

@@ -312,6 +312,11 @@ class Scored(NamedTuple):
         return self.paid + self.unpaid
 
     @property
+    def sizes(self) -> Tensor:
+        """`[batch]`, the size of what a total is the sum of, to which its rounding is relative."""
+        return self.tokens.abs().sum(1) + self.unpaid.abs()
+
+    @property
     def unscored(self) -> Tensor:
         """`[batch]`, True if no reward applies and none failed."""
         return self.rewards.isnan().all(1) & ~self.failed.any(1)
