@@ -204,8 +204,16 @@ class Units:
         return self.deviation
 
     def _move(self, returns: list[float], completions: int) -> None:
+        # Equal returns tell a mean and no scale: earlier ones move there, and keep their distances.
+        earlier = self.returns.weighted
+        keeps_scale = self.returns.differ() and max(returns) == min(returns)
+        before = self.mean
         self.returns.add(returns, completions)
         self.mean = self.returns.mean()
+        if keeps_scale:
+            share = self.returns.count() / sum(weight for weight, _ in earlier)
+            moved = [(share * weight, x - before + self.mean) for weight, x in earlier]
+            self.returns.weighted = moved
         self.deviation = self.returns.deviation()
 
     def value(self, prediction: float) -> float:
@@ -798,9 +806,13 @@ def set_bootstrapped_baselines(samples: list[Sample]) -> None:
             left = usual_outcomes[number][position] + missing * value
             sample.baseline.append(left + weight * own.values[position])
             there = [other for other in samples if position < len(other.values)]
-            mean_value = statistics.mean(other.values[position] for other in there)
-            mean_outcome = statistics.mean(other.outcomes[position] for other in there)
-            sample.explains.append(mean_outcome + weight * (value - mean_value))
+            if len(there) < 8:
+                usual_value = statistics.mean(x for other in samples for x in other.values)
+                usual_outcome = statistics.mean(x for other in samples for x in other.outcomes)
+            else:
+                usual_value = statistics.mean(other.values[position] for other in there)
+                usual_outcome = statistics.mean(other.outcomes[position] for other in there)
+            sample.explains.append(usual_outcome + weight * (value - usual_value))
 
 
 def advantages_of_critic(
@@ -958,6 +970,9 @@ def collect(
         squares.extend(x**2 for x in sample.advantages)
     if any(squares):
         entropy_unit = math.sqrt(statistics.mean(squares))
+        # In the unit of the returns advantages fade, and the bonus stays.
+        if settings.normalize_values:
+            entropy_unit = max(entropy_unit, 0.1)
     else:
         entropy_unit = 1.0
     for sample in samples:

@@ -42,8 +42,10 @@ class CriticAdvantages(NamedTuple):
     returns: Tensor  # what the values are to predict
     targets: Tensor  # the same in the critic's units
     outcomes: Tensor  # sums of the rewards that follow
-    uncut: Tensor  # 1 at outcomes without a value after a limit; at all if these are too few
-    explains: Tensor  # what the baseline says of outcomes around their mean
+    # 1 at outcomes of ordinary completions without a value after a limit; at all of these if there
+    # are too few
+    counted: Tensor
+    explains: Tensor  # what the critic says of outcomes around their mean, for the log
     weights: Tensor | None = None  # [batch, 1 or 2], of the critic and of other completions
     # deviation of the outcomes of this rollout, 0 if they are equal, or the critic has no units
     spread: float = 0.0
@@ -100,7 +102,7 @@ def gae_with_critic(
     _, outcomes = ppo_math.gae(rewards, nothing, steps, gamma, 1.0)
     enters = steps if ordinary is None else steps & ordinary[:, None]
     own, per_row = Moments.of(outcomes, enters, all_sum)
-    seen_after = seen.joined(own, most=MEMORY * per_row)
+    seen_after = units_after(seen, own, most=MEMORY * per_row)
     spread = 0.0
     if is_normalized and own.varies:
         spread = own.unit
@@ -158,12 +160,24 @@ def gae_with_critic(
         returns=returns,
         targets=targets,
         outcomes=outcomes,
-        uncut=uncut,
+        counted=measured.counted,
         explains=estimate.explains,
         weights=estimate.weights,
         spread=spread,
     )
     return result, seen_after
+
+
+def units_after(seen: Moments, own: Moments, most: float) -> Moments:
+    """Moments of earlier returns, which weigh at most `most`, with those of a rollout.
+
+    If its returns are all equal, they tell a mean and no scale. In a long rollout of failures after
+    a success the unit would go to 0, and all that is divided by it beyond all bounds.
+    """
+    after = seen.joined(own, most)
+    if own.varies or not seen.varies:
+        return after
+    return after._replace(squares=after.weight * seen.squares / seen.weight)
 
 
 class Measured(NamedTuple):
@@ -213,7 +227,8 @@ def from_outcomes(x: Measured, discounts: Discounts, seen: Moments, groups: Grou
     predictors = torch.stack(columns, -1)
     fit = fit_baseline(x.outcomes, predictors, x.counted, seen, groups)
     baseline = fit.at(predictors) * x.steps
-    return Estimate(x.gae(baseline, discounts), baseline, fit.explains(predictors), fit.weights)
+    explains = fit.said_by_first(x.values)
+    return Estimate(x.gae(baseline, discounts), baseline, explains, fit.weights)
 
 
 def from_later_values(
@@ -266,11 +281,13 @@ def deviations(x: Tensor, usual: Tensor, present: Tensor) -> Tensor:
 def mean_of_all_at_place(
     x: Tensor, steps: Tensor, enters: Tensor, all_sum: Reduction = torch.clone
 ) -> Tensor:
-    """Mean over all completions at the same number of a step, `[batch, response]`; its own where
-    none enters."""
+    """Mean over all completions at the same number of a step, `[batch, response]`, and over all
+    steps where fewer than eight have one: a mean of few would know their own."""
     numbers = ppo_math.place_numbers(steps)
-    means = ppo_math.means_by_number(x, numbers, enters, all_sum)[numbers]
-    return torch.where(means.isnan(), x, means).to(x.dtype)
+    totals, counts = ppo_math.sums_by_number(x, numbers, enters, all_sum)
+    overall = totals.sum() / counts.sum().clamp(min=1)
+    means = torch.where(counts < FEWEST, overall, totals / counts.clamp(min=1))
+    return means[numbers].to(x.dtype)
 
 
 def mean_of_others_at_place(

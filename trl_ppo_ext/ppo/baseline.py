@@ -78,12 +78,12 @@ class Baseline(NamedTuple):
             self.weights[:, None] * (predictors - self.centers[:, None])
         ).sum(-1)
 
-    def explains(self, predictors: Tensor) -> Tensor:
-        """What the baseline says of returns around their mean, `[batch, response]`.
+    def said_by_first(self, predictor: Tensor) -> Tensor:
+        """What the first predictor says of returns around their mean, `[batch, response]`.
 
         With one center for all: that of a completion's other prompts is low where its own is high.
         """
-        return (self.weights[:, None] * (predictors - self.common)).sum(-1)
+        return self.weights[:, :1] * (predictor - self.common[0])
 
 
 class _Sums(NamedTuple):

@@ -22,6 +22,7 @@ from ..modeling.critics import Critic, CriticState, SideCritic
 from ..ppo_math import Reduction
 from ..sequences import Sequences
 from .advantages import (
+    SOLVED,
     Advantages,
     Cuts,
     Discounts,
@@ -102,7 +103,9 @@ def build_credit(components: Components, metrics: Metrics) -> list[CreditStep]:
         accelerator = components.accelerator
         steps.append(partial(keep_high_entropies, quantile=quantile, accelerator=accelerator))
     if args.entropy_coef:
-        steps.append(partial(measure_unit_of_entropy, all_sum=all_sum))
+        # advantages in the unit of the returns fade, and may stay near 0 for long
+        least = SOLVED if args.normalize_values else 0.0
+        steps.append(partial(measure_unit_of_entropy, least=least, all_sum=all_sum))
     return steps
 
 
@@ -286,11 +289,11 @@ def keep_high_entropies(
 
 
 def measure_unit_of_entropy(
-    samples: Samples, credit: Credit, run: RunState, *, all_sum: Reduction
+    samples: Samples, credit: Credit, run: RunState, *, least: float, all_sum: Reduction
 ) -> Stepped:
-    """The entropy bonus is in the unit of the advantages."""
+    """The entropy bonus is in the unit of the advantages, which is at least `least`."""
     unit = ppo_math.root_mean_square(credit.advantages, credit.policy_mask, all_sum)
-    return credit._replace(entropy_unit=unit), run
+    return credit._replace(entropy_unit=max(unit, least)), run
 
 
 # ---- parts of the critic's step ----

@@ -146,8 +146,8 @@ def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduct
 def log_critic(
     metrics: Metrics, result: CriticAdvantages, places: Tensor, is_new: bool, all_sum: Reduction
 ) -> None:
-    """Log what the baseline explains of the outcomes, with and without the clock, and the weights
-    of its parts.
+    """Log what the critic explains of the outcomes, with and without the clock, and the weights of
+    the baseline's parts.
 
     A critic that was fitted to these very outcomes (`is_new`) explains nothing yet.
     """
@@ -155,15 +155,15 @@ def log_critic(
     if not is_new:
         values = result.explains
         outcomes = result.outcomes
-        uncut = result.uncut
-        explained[""] = ppo_math.explained_variance(values, outcomes, uncut, all_sum)
+        counted = result.counted
+        explained[""] = ppo_math.explained_variance(values, outcomes, counted, all_sum)
         explained["_without_clock"] = explained_without_clock(
-            values, outcomes, ppo_math.place_numbers(places), uncut, all_sum
+            values, outcomes, ppo_math.place_numbers(places), counted, all_sum
         )
     for name, share in explained.items():
         metrics.mean(f"value/explained_variance{name}", share)
     if result.weights is not None:
-        counts = result.uncut.any(1)
+        counts = result.counted.any(1)
         for name, weights in zip(("critic", "group"), result.weights.unbind(1)):
             metrics.mean(f"value/weight_of_{name}", weights, counts)
 

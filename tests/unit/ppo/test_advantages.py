@@ -14,6 +14,7 @@ from trl_ppo_ext.ppo.advantages import (
     divide_by_unit,
     gae_with_critic,
     group_advantages,
+    in_groups_that_differ,
     mean_of_others_at_place,
     objective_advantages,
     rewards_to_go,
@@ -250,13 +251,13 @@ def test_completions_that_a_limit_cut_tell_nothing_of_a_critic():
     steps = torch.ones(16, 4, dtype=torch.bool)
     cuts = Cuts(torch.arange(16) < 8, torch.randn(16, dtype=torch.float64))
     result, _ = gae_with_critic(rewards, outputs, steps, SEEN, True, cuts=cuts)
-    assert torch.equal(result.uncut.any(1), ~cuts.is_cut)
+    assert torch.equal(result.counted.any(1), ~cuts.is_cut)
     close(result.outcomes, rewards.flip(1).cumsum(1).flip(1))
     # fewer that ended tell too little
     few, _ = gae_with_critic(
         rewards, outputs, steps, SEEN, True, cuts=cuts._replace(is_cut=torch.arange(16) < 9)
     )
-    assert few.uncut.all()
+    assert few.counted.all()
     close(few.outcomes, few.returns)
 
 
@@ -561,3 +562,79 @@ def test_reinforce_has_no_baseline():
 def test_units_of_targets_undo_those_of_values():
     units = Units(5.0, 0.1)
     close(units.targets(units.values(OUTPUTS)), OUTPUTS)
+
+
+def test_equal_returns_leave_the_unit_of_advantages_as_it_is():
+    """A success, and then failures only: with a unit that shrinks to 0, all that is divided by it
+    would grow beyond all bounds."""
+    steps = torch.ones(16, 4).bool()
+    nothing = torch.zeros(16, 4).double()
+    success = nothing.clone()
+    success[0, -1] = 1.0
+    _, seen = gae_with_critic(success, nothing, steps, Moments(), True)
+    unit = seen.unit
+    for _ in range(20):
+        result, seen = gae_with_critic(nothing, nothing, steps, seen, True)
+        assert seen.unit == pytest.approx(unit)
+    assert seen.mean == pytest.approx(0, abs=1e-6)
+    # another success is as large as the first one
+    result, seen = gae_with_critic(success, nothing, steps, seen, True)
+    assert divide_by_unit(result, seen).advantages.max() == pytest.approx(0.95 / unit, rel=0.1)
+
+
+def test_explained_variance_is_that_of_the_critic():
+    """Scores differ between prompts, which other completions of a prompt tell, and the critic knows
+    nothing."""
+    torch.manual_seed(0)
+    scores = torch.randn(16, 1).repeat_interleave(8, 0) + 0.3 * torch.randn(128, 1)
+    rewards = torch.cat([torch.zeros(128, 3), scores], 1).double()
+    steps = torch.ones(128, 4).bool()
+    result, _ = gae_with_critic(rewards, 0 * rewards, steps, SEEN, True, groups=Groups(8))
+    assert result.weights[:, 1].min() > 0.9
+    assert not result.explains.any()
+
+
+def test_one_broken_score_does_not_hide_what_the_critic_explains():
+    torch.manual_seed(0)
+    values = torch.randn(64, 1).double().expand(64, 4)
+    rewards = torch.cat([torch.zeros(64, 3).double(), values[:, :1]], 1)
+    rewards[5, -1] = 1e6
+    ordinary = torch.arange(64) != 5
+    units = Units(0.0, 1.0)
+    seen = Moments(100.0, 0.0, 100.0)
+    result, _ = gae_with_critic(
+        rewards, units.targets(values), values > -99, seen, True, ordinary=ordinary
+    )
+    assert not result.counted[5].any()
+    explained = ppo_math.explained_variance(result.explains, result.outcomes, result.counted)
+    assert explained > 0.9
+
+
+@pytest.mark.parametrize("longest", [5, 200])
+def test_a_long_completion_among_short_ones_does_not_explain_itself(longest):
+    """Where it is alone, a mean of its place would be its own return."""
+    torch.manual_seed(0)
+    lengths = torch.tensor([5] * 31 + [longest])
+    steps = torch.arange(longest) < lengths[:, None]
+    rewards = (torch.randn(32, longest) * steps).double()
+    discounts = with_lambdas(0.8, 1.0, gamma=1.0)
+    result, _ = gae_with_critic(rewards, 0 * rewards, steps, SEEN, True, discounts)
+    explained = ppo_math.explained_variance(result.explains, result.outcomes, result.counted)
+    assert explained < 0.2
+
+
+@pytest.mark.parametrize("total, deviation", [(5, 1), (5, 0.01), (1000, 1)])
+def test_normalized_sums_of_the_same_rewards_are_equal(total, deviation):
+    """They are rounded otherwise in another order, and cancel with what centers them."""
+    torch.manual_seed(0)
+    rewards = torch.randn(20)
+    rewards = rewards - rewards.mean() + total / 20
+    rows = torch.stack([rewards[torch.randperm(20)] for _ in range(8)]) / deviation
+    centered = torch.cat([rows[:, :-1], rows[:, -1:] - total / deviation], 1)
+    usable = torch.ones(8).bool()
+    for name in ("grpo", "dr_grpo", "rloo"):
+        assert not group_advantages(name, centered, usable, 8).advantages.any()
+    sizes = centered.abs().sum(1)
+    assert not in_groups_that_differ(centered.sum(1), usable, sizes, 8).any()
+    centered[0, 0] += 0.5
+    assert group_advantages("grpo", centered, usable, 8).advantages.all()
