@@ -329,7 +329,8 @@ class PPOTrainer(Trainer):
         ]
         # the user's callbacks and subclasses may add metrics
         if not users and type(self) is PPOTrainer:
-            check_best_metric(args, eval_dataset, rewards, monitors)
+            has_episodes = bool(environments.kinds or environments.rollout_func)
+            check_best_metric(args, eval_dataset, rewards, monitors, has_episodes)
         self._add_callbacks(model_id)
 
     def _assemble(self, player: Player, rewards: list[Reward], monitors: list[Reward]) -> None:
@@ -406,11 +407,17 @@ class PPOTrainer(Trainer):
         }
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse to set what only GRPOTrainer reads: it would change nothing."""
+        """Refuse to set what only GRPOTrainer reads, and other arguments: both would change
+        nothing, or only a part."""
         if name in TABLES["attributes"]:
             raise AttributeError(
                 f"`{name}` of GRPOTrainer cannot be set here, where nothing reads it. Use "
                 f"{TABLES['attributes'][name]}, or rename an attribute of your own."
+            )
+        if name == "args" and "components" in vars(self) and value is not self.args:
+            raise AttributeError(
+                "`args` cannot be replaced once the trainer is built, which has read most of them; "
+                "build another trainer."
             )
         super().__setattr__(name, value)
 

@@ -133,6 +133,8 @@ def test_attributes_of_grpo_that_change_nothing_are_refused(tmp_path):
     built = build(tmp_path, {})
     with pytest.raises(AttributeError, match=r"`beta` of GRPOTrainer cannot be set.*`kl_target`"):
         built.beta = 0.1
+    with pytest.raises(AttributeError, match=r"`args` cannot be replaced.*build another trainer"):
+        built.args = config(tmp_path, max_completion_length=3)
     with pytest.raises(AttributeError, match=r"no attribute `_metrics`.*use `log_metric`"):
         built._metrics["train"]["mine"].append(1.0)
     assert not hasattr(built, "generation_config") and not hasattr(built, "unheard_of")
@@ -630,8 +632,28 @@ def test_every_metric_of_an_evaluation_may_choose_the_best_model(tmp_path):
         for name in built.evaluate().keys() - {"epoch"}:
             built.args.metric_for_best_model = name
             metrics.check_best_metric(
-                built.args, built.eval_dataset, built.components.rewards, built.components.monitors
+                built.args,
+                built.eval_dataset,
+                built.components.rewards,
+                built.components.monitors,
+                has_episodes=False,
             )
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "eval_value/explained_variance",
+        "eval_tools/call_frequency",
+        "eval_completions/mean_lenght",
+        "eval_kl",
+    ],
+)
+def test_best_metric_of_what_a_run_lacks_is_refused(tmp_path, metric):
+    """A critic is not evaluated, and there is neither an environment nor a reference."""
+    settings = EVALUATED | {"kl_coef": 0.0, "metric_for_best_model": metric}
+    with pytest.raises(ValueError, match="must be a metric of the evaluation"):
+        build(tmp_path, {"eval_dataset": prompts}, **settings)
 
 
 def test_best_metric_of_a_reward_that_is_not_there_is_refused(tmp_path):

@@ -279,6 +279,22 @@ def test_completion_without_a_score_is_skipped_and_counted(tmp_path):
     } == {0}
 
 
+def test_rollouts_without_a_score_have_no_statistics(tmp_path):
+    """They would look as if all completions and all their scores were equal."""
+    rollouts = []
+
+    def reward(completion_ids, **kwargs):
+        rollouts.append(len(completion_ids))
+        return [None if len(rollouts) > 1 else float(len(ids)) for ids in completion_ids]
+
+    built = trainer(tmp_path, reward_funcs=reward, max_steps=12)
+    built.train()
+    first, *later = [log for log in built.state.log_history if "unscored_completions" in log]
+    names = {"reward_std", "reward/length_correlation", "completions/repeated_ratio"}
+    assert names <= first.keys() and later
+    assert not any(names & log.keys() for log in later if log["unscored_completions"])
+
+
 def test_rollout_without_any_score_warns_and_changes_no_weight(tmp_path, caplog):
     built = trainer(
         tmp_path, reward_funcs=lambda completions, **kwargs: [None] * len(completions), max_steps=4

@@ -130,7 +130,8 @@ def log_rewards(
         metrics.total(f"rewards/{name}/failed", failed & valid)
     valid = valid & scored.usable
     metrics.mean("reward", scored.totals, valid)
-    metrics.mean("reward_std", ppo_math.masked_var(scored.totals, valid, all_sum).sqrt())
+    deviation = ppo_math.masked_var(scored.totals, valid, all_sum).sqrt()
+    metrics.mean("reward_std", deviation, all_sum(valid.sum()) > 0)
 
 
 def log_groups(metrics: Metrics, scored: Scored, group_size: int, gather: Reduction) -> None:
@@ -205,18 +206,18 @@ def log_episodes(
         for part, x in values.items():
             metrics.mean(f"episodes/{name}/{part}", x, rows)
     device = metrics.device
-    episodes = episodes[:num_valid]
-    turns = [x.turns for x in episodes]
-    calls = [len(x.failed_calls) for x in episodes]
-    failed = [float(failure) for episode in episodes for failure in episode.failed_calls]
-    metrics.mean("episodes/turns", torch.tensor(turns, device=device))
-    metrics.total("episodes/failed", float(sum(x.error is not None for x in episodes)))
-    endings = {
-        "overlong": [float(x.is_overlong) for x in episodes],
-        "limited": [float(x.ending == "limited") for x in episodes],
+    of_each = {
+        "turns": [x.turns for x in episodes],
+        "overlong": [x.is_overlong for x in episodes],
+        "limited": [x.ending == "limited" for x in episodes],
     }
-    for name, ended in endings.items():
-        metrics.mean(f"episodes/{name}", torch.tensor(ended, device=device))
+    for name, numbers in of_each.items():
+        metrics.mean(f"episodes/{name}", torch.tensor(numbers, device=device), valid)
+    # what fails is counted in episodes without a score, too
+    played = episodes[:num_valid]
+    calls = [len(x.failed_calls) for x in played]
+    failed = [float(failure) for episode in played for failure in episode.failed_calls]
+    metrics.total("episodes/failed", float(sum(x.error is not None for x in played)))
     metrics.mean("tools/call_frequency", torch.tensor(calls, device=device))
     metrics.mean("tools/failure_frequency", torch.tensor(failed, device=device))
 
@@ -232,8 +233,9 @@ def log_hacking(
     gather: Reduction,
 ) -> None:
     """Log signs of reward hacking: length, repetition, monitors."""
+    has_any = all_sum(valid.sum()) > 0
     correlation = ppo_math.masked_correlation(scored.totals, lengths.float(), valid, all_sum)
-    metrics.mean("reward/length_correlation", correlation)
+    metrics.mean("reward/length_correlation", correlation, has_any)
     # share of completions, over all ranks, that occurred before; ranks exchange digests, not texts
     digests = [hashlib.sha256(str(text).encode()).digest()[:8] for text in completions]
     numbers = [int.from_bytes(digest, "big", signed=True) for digest in digests]
@@ -242,7 +244,8 @@ def log_hacking(
     )
     everyone, counts = gather(local).cpu().unbind(1)
     everyone = everyone[counts.bool()]
-    metrics.mean("completions/repeated_ratio", 1 - len(everyone.unique()) / max(len(everyone), 1))
+    repeated = 1 - len(everyone.unique()) / max(len(everyone), 1)
+    metrics.mean("completions/repeated_ratio", repeated, has_any)
     for name, scores in monitors.items():
         applies = valid & ~scores.isnan()
         metrics.mean(f"monitor/{name}/mean", scores, applies)
@@ -261,22 +264,35 @@ def check_metric_name(name: str) -> None:
 # ---- the metric that chooses the best model ----
 
 OF_EVALUATIONS = set(
-    "reward reward_std reward/length_correlation entropy kl kl_per_completion "
-    "unscored_completions nonfinite_completions runtime samples_per_second steps_per_second "
-    "model_preparation_time".split()
+    "reward reward_std reward/length_correlation entropy unscored_completions "
+    "nonfinite_completions completions/clipped_ratio completions/repeated_ratio runtime "
+    "samples_per_second steps_per_second model_preparation_time time/generate time/score "
+    "time/forward".split()
 )
-FAMILIES = ("completions/", "episodes/", "tools/", "time/", "sampling/", "value/")
+OF_EVALUATIONS |= {
+    f"completions/{which}_{length}"
+    for which in ("mean", "min", "max")
+    for length in ("length", "terminated_length")
+}
+OF_A_REFERENCE = {"kl", "kl_per_completion"}
+FAMILIES = ("sampling/",)
+OF_EPISODES = ("episodes/", "tools/")
 
 
 def check_best_metric(
-    args: PPOConfig, eval_dataset: Any, rewards: Sequence[Any], monitors: Sequence[Any]
+    args: PPOConfig,
+    eval_dataset: Any,
+    rewards: Sequence[Any],
+    monitors: Sequence[Any],
+    has_episodes: bool,
 ) -> None:
     """Raise a `ValueError` if no evaluation logs the metric for the best model, or if it is
     constant."""
     metric = args.metric_for_best_model
     if metric is None or args.eval_strategy == "no":
         return
-    names = OF_EVALUATIONS.copy()
+    names = OF_EVALUATIONS | (OF_A_REFERENCE if args.uses_reference else set())
+    families = FAMILIES + (OF_EPISODES if has_episodes else ())
     for reward in rewards:
         names |= {f"rewards/{reward.name}/{part}" for part in ("mean", "std", "failed")}
     for reward in monitors:
@@ -287,14 +303,14 @@ def check_best_metric(
         prefixes = [""]
     bare = metric.removeprefix("eval_")
     of_dataset = [bare.removeprefix(prefix) for prefix in prefixes if bare.startswith(prefix)]
-    is_known = any(name in names or name.startswith(FAMILIES) for name in of_dataset)
+    is_known = any(name in names or name.startswith(families) for name in of_dataset)
     if not is_known and not any(map(_may_log, list(rewards) + list(monitors))):
         listed = [f"eval_{prefixes[0]}{name}" for name in sorted(names)]
         likely = get_close_matches(f"eval_{bare}", listed, n=1) or [f"eval_{prefixes[0]}reward"]
         raise ValueError(
             f"`metric_for_best_model` must be a metric of the evaluation, got {metric!r}; did you "
             f"mean {likely[0]!r}? An evaluation logs {', '.join(listed)}, those of the groups "
-            f"{', '.join(FAMILIES)}, and what reward functions log with `log_metric`."
+            f"{', '.join(families)}, and what reward functions log with `log_metric`."
         )
     is_of_reward = any(
         name.partition("/")[0] in ("reward", "rewards", "reward_std") for name in of_dataset
