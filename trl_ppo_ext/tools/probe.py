@@ -29,7 +29,8 @@ GENERATIONS = 8  # per prompt, for a run with one
 FOLDS = 4
 RIDGES = (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)  # relative to the mean square of the states
 LAMBDAS = (0.0, 0.5, 0.8, 0.95, 1.0)
-WITHOUT_CRITIC = ("rebn", "rloo", "grpo")
+IN_GROUPS = ("rloo", "grpo")
+WITHOUT_CRITIC = ("rebn", *IN_GROUPS)
 SKETCH = 64  # random directions on each side of a gradient
 ROUNDING = 1e-6  # relative to the largest return
 # of the intervals; share of resamples with a signal, at least
@@ -79,11 +80,19 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     values = task.predicted(trainer)
     tables = task.advantages(values)
     gradients = gradient_sketches(trainer, task.rollouts, tables)[task.counts]
-    blocks = task.blocks[task.counts]
-    exact = list(tables).index("lam=1")
-    found = dict(zip(tables, agreements(gradients, blocks, exact, trainer.plan.completions)))
+    # a run without groups compares estimators that need them with those that do not
+    sizes = [task.size if x in IN_GROUPS else trainer.plan.num_generations for x in tables]
+    cosines = agreements(
+        gradients,
+        task.blocks[task.counts],
+        task.groups[task.counts],
+        exact=list(tables).index("lam=1"),
+        rollout=trainer.plan.completions,
+        sizes=sizes,
+    )
+    found = dict(zip(tables, cosines))
     without_signal = task.groups_without_signal()
-    flat = task.returns[task.mask]
+    flat = task.returns[task.tokens]
     result = {
         "completions": int(task.counts.sum()),
         "prompts": task.prompts,
@@ -110,7 +119,8 @@ class Task:
     rollouts: tuple[Rollout, ...]
     samples: tuple[Samples, ...]
     size: int
-    mask: Tensor  # of the tokens that the policy learns from, [completions, tokens]
+    tokens: Tensor  # 1 at those that are scored, [completions, tokens]
+    mask: Tensor  # 1 at those of them that the policy learns from
     turns: Tensor  # of the tokens
     rewards: Tensor
     returns: Tensor  # Monte Carlo
@@ -118,15 +128,25 @@ class Task:
     level: str  # of advantages
 
     @property
+    def usable(self) -> Tensor:
+        """Whether a completion is scored, and so compared with others of its prompt."""
+        return self.tokens.any(1)
+
+    @property
     def counts(self) -> Tensor:
-        """Whether a completion has tokens that count."""
+        """Whether the policy learns from a completion."""
         return self.mask.any(1)
+
+    @property
+    def groups(self) -> Tensor:
+        """Number of the group of each completion."""
+        return torch.arange(len(self.mask)) // self.size
 
     @cached_property
     def _numbers(self) -> dict[tuple[int, ...], int]:
-        """Prompts with completions that count."""
-        counted = dict.fromkeys(self._prompts[row] for row in self.counts.nonzero()[:, 0])
-        return {prompt: number for number, prompt in enumerate(counted)}
+        """Prompts with completions that are scored."""
+        scored = dict.fromkeys(self._prompts[row] for row in self.usable.nonzero()[:, 0])
+        return {prompt: number for number, prompt in enumerate(scored)}
 
     @cached_property
     def _prompts(self) -> list[tuple[int, ...]]:
@@ -143,30 +163,30 @@ class Task:
         """Number of the block of each completion: those of a prompt share one, unless prompts are
         so few that training would see every one of them, too."""
         if self.prompts < FOLDS:
-            return self.counts.cumsum(0)
+            return self.usable.cumsum(0)
         return torch.tensor([self._numbers.get(prompt, 0) for prompt in self._prompts])
 
     def predicted(self, trainer: PPOTrainer) -> Tensor:
         """Predict each return by a regression on the policy's states, fitted to other prompts."""
-        row = self.mask.nonzero()[:, 0]
+        row = self.tokens.nonzero()[:, 0]
         states = torch.cat([read_states(trainer, rollout) for rollout in self.rollouts])
-        return ridge_values(states[: len(row)], self.returns[self.mask], self.blocks[row] % FOLDS)
+        return ridge_values(states[: len(row)], self.returns[self.tokens], self.blocks[row] % FOLDS)
 
     def advantages(self, values: Tensor) -> dict[str, Tensor]:
         """Advantages to compare: by GAE of these values, and without a critic."""
         mask = self.mask
-        table = torch.zeros_like(self.rewards).masked_scatter(mask, values)
+        table = torch.zeros_like(self.rewards).masked_scatter(self.tokens, values)
         with_critic = {}
         for lam in LAMBDAS:
             decay = per_step(lam, self.level, self.turns)
-            of_tokens, _ = ppo_math.gae(self.rewards, table, mask, self.gamma, decay)
+            of_tokens, _ = ppo_math.gae(self.rewards, table, self.tokens, self.gamma, decay)
             with_critic[f"lam={lam:g}"] = self._spread(of_tokens)
         sums = (self.returns.double() * mask).sum(1)
         tokens = mask.sum(1)
         mean_of_others = (sums.sum() - sums) / (tokens.sum() - tokens)
         totals = self.rewards.sum(1)
-        rloo = ppo_math.rloo_advantages(totals, self.counts, self.size)
-        grpo = ppo_math.grpo_advantages(totals, self.counts, self.size)
+        rloo = ppo_math.rloo_advantages(totals, self.usable, self.size)
+        grpo = ppo_math.grpo_advantages(totals, self.usable, self.size)
         return with_critic | {
             "rebn": self._spread((self.returns - mean_of_others[:, None]).float()),
             "rloo": rloo[:, None] * mask,
@@ -181,13 +201,14 @@ class Task:
 
     def groups_without_signal(self) -> float:
         """Share of the prompts whose completions all earn the same, with every penalty."""
-        first = self.mask.int().argmax(1, keepdim=True)
+        first = self.tokens.int().argmax(1, keepdim=True)
         earned = self.returns.double().gather(1, first)[:, 0]
-        distances = ppo_math.dr_grpo_advantages(earned, self.counts, self.size)
+        distances = ppo_math.dr_grpo_advantages(earned, self.usable, self.size)
         # sums of the same rewards at other tokens are rounded otherwise
-        is_equal = distances.abs() <= ROUNDING * earned.abs().max()
-        groups = is_equal.view(-1, self.size).all(1)
-        return float(groups[self.counts.view(-1, self.size).any(1)].double().mean())
+        sizes = self.rewards.double().abs().sum(1).view(-1, self.size)
+        is_equal = distances.abs().view(-1, self.size) <= ROUNDING * sizes.amax(1, keepdim=True)
+        teaches = self.counts.view(-1, self.size).any(1)
+        return float(is_equal.all(1)[teaches].double().mean())
 
 
 def _sampled_task(trainer: PPOTrainer, completions: int) -> Task:
@@ -203,12 +224,16 @@ def _sampled_task(trainer: PPOTrainer, completions: int) -> Task:
         "advantage_level": "token",
         "top_entropy_quantile": 1.0,
         "drop_equal_groups": False,
+        "mask_truncated_completions": False,  # they are compared with the others
     }
     # whole groups, if a rollout is smaller than one
     completions = -(-completions // size) * size
     rollouts, samples = zip(*held_out_rollouts(trainer, completions, size, **changes))
     rows = sum(map(len, rollouts)) // size * size  # of complete groups
-    mask = _stack([x.policy_tokens for x in rollouts])[:rows]
+    tokens = _stack([x.policy_tokens for x in rollouts])[:rows]
+    mask = tokens
+    if trainer.args.mask_truncated_completions:
+        mask = tokens & torch.cat([x.stopped for x in samples])[:rows, None].cpu()
     counted = int(mask.any(1).sum())
     if counted < FOLDS:
         raise ValueError(
@@ -221,8 +246,8 @@ def _sampled_task(trainer: PPOTrainer, completions: int) -> Task:
     turns = _stack([x.sequences.turns for x in rollouts])[:rows]
     level = trainer.args.advantage_level
     gamma = per_step(trainer.args.gamma, level, turns)
-    _, returns = ppo_math.gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
-    return Task(rollouts, samples, size, mask, turns, rewards, returns, gamma, level)
+    _, returns = ppo_math.gae(rewards, torch.zeros_like(rewards), tokens, gamma, 1.0)
+    return Task(rollouts, samples, size, tokens, mask, turns, rewards, returns, gamma, level)
 
 
 def per_step(x: float, level: str, turns: Tensor) -> float | Tensor:
@@ -409,7 +434,14 @@ def interval(cosines: Tensor) -> list[float] | None:
     return [float(x) for x in (cosines[0], *quantiles)]
 
 
-def agreements(gradients: Tensor, blocks: Tensor, exact: int, rollout: int) -> Tensor:
+def agreements(
+    gradients: Tensor,
+    blocks: Tensor,
+    groups: Tensor,  # of completions of a prompt, in a block
+    exact: int,
+    rollout: int,
+    sizes: Sequence[int],  # of a table's groups in a rollout
+) -> Tensor:
     """Cosine of a rollout's gradient with the exact one, `[tables, 1 + resamples]`; NaN where that
     cannot be told.
 
@@ -427,6 +459,8 @@ def agreements(gradients: Tensor, blocks: Tensor, exact: int, rollout: int) -> T
     weights = torch.cat([torch.ones(1, len(blocks)), times[:, blocks]]).double()
     others = (blocks[:, None] != blocks).double()
     pairs = (weights @ others * weights).sum(1)
+    siblings = (groups[:, None] == groups).double().fill_diagonal_(0)
+    sibling_pairs = weights @ siblings.sum(1)
 
     def products(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Mean product of a gradient with itself, and with that of a completion of another
@@ -436,12 +470,24 @@ def agreements(gradients: Tensor, blocks: Tensor, exact: int, rollout: int) -> T
             weights @ (others * table) * weights
         ).sum(1) / pairs
 
+    def of_siblings(gradient: Tensor, expected: Tensor) -> Tensor:
+        """Mean product with that of another completion of the group; as expected of any if a group
+        has one."""
+        total = weights @ (siblings * (gradient @ gradient.T)).sum(1)
+        return torch.where(sibling_pairs > 0, total / sibling_pairs.clamp(min=1), expected)
+
     unbiased = gradients[:, exact]
     _, length = products(unbiased, unbiased)  # squared, of the exact gradient
     cosines = []
-    for gradient in gradients.unbind(1):
+    for gradient, size in zip(gradients.unbind(1), sizes):
         own, expected = products(gradient, gradient)
-        square = own / rollout + (1 - 1 / rollout) * expected.clamp(min=0)
+        expected = expected.clamp(min=0)
+        size = min(size, rollout)
+        square = (
+            own / rollout
+            + (size - 1) / rollout * of_siblings(gradient, expected)
+            + (1 - size / rollout) * expected
+        )
         cosines.append(products(gradient, unbiased)[1] / (square * length.clamp(min=0)).sqrt())
     return torch.stack(cosines)
 

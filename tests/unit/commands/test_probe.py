@@ -141,6 +141,30 @@ def test_completions_that_the_policy_does_not_learn_from_are_left_out(tmp_path, 
     assert probe(run)["completions"] == sum(ends) < 256 == len(ends)
 
 
+def test_completions_that_end_are_compared_with_those_that_a_limit_cut(tmp_path):
+    """As in a run, where the others of the prompt tell that an end earns more."""
+    eos = tokenizer().eos_token_id
+    groups = {"critic": "none", "num_generations": 8, "mask_truncated_completions": True}
+    run = task(
+        tmp_path,
+        lambda completion_ids, **_: [float(ids[-1] == eos) for ids in completion_ids],
+        **groups,
+    )
+    result = probe(run)
+    assert result["groups_without_signal"] < 0.5 and "nothing to learn" not in result["verdict"]
+
+
+def test_a_prompt_of_another_scale_does_not_hide_what_others_teach():
+    rewards = torch.zeros(8, 3)
+    rewards[:2, -1] = 1e6
+    rewards[2::2, -1] = 1.0
+    every = torch.ones(8, 3).bool()
+    returns = ppo_math.gae(rewards, 0 * rewards, every, 1.0, 1.0)[1]
+    turns = every.long()
+    found = module.Task((), (), 2, every, every, turns, rewards, returns, 1.0, "token")
+    assert found.groups_without_signal() == 0.25
+
+
 def test_equal_groups_are_told_where_a_run_drops_them(tmp_path):
     groups = {"critic": "none", "num_generations": 8, "drop_equal_groups": True}
     result = probe(task(tmp_path, of_prompt, **groups))
@@ -254,7 +278,7 @@ def test_with_turns_gamma_and_lambda_are_those_of_turns():
     for level in ("turn", "both"):
         per_turn = module.per_step(gamma, level, turns)
         returns = ppo_math.gae(rewards, torch.zeros(2, 6), mask, per_turn, 1.0)[1]
-        tasks[level] = module.Task((), (), 2, mask, turns, rewards, returns, per_turn, level)
+        tasks[level] = module.Task((), (), 2, mask, mask, turns, rewards, returns, per_turn, level)
     found = {level: task.advantages(values[mask]) for level, task in tasks.items()}
     for row, starts in enumerate([[0, 3], [0, 2, 3]]):
         paid = [rewards[row, turns[row] == n + 1].sum() for n in range(len(starts))]
@@ -362,7 +386,8 @@ def test_agreement_is_the_cosine_with_the_expected_gradient():
     noise = torch.randn(count, 50, generator=generator)
     biased = exact + 3 * torch.randn(50, generator=generator)
     gradients = torch.stack([exact + 4 * noise, exact + noise, biased.expand(count, 50)], 1)
-    found = agreements(gradients, torch.arange(count), 1, rollout=16)
+    each = torch.arange(count)
+    found = agreements(gradients, each, each, exact=1, rollout=16, sizes=[1, 1, 1])
     means = torch.stack(
         [exact.norm() / (exact.norm() ** 2 + 50 * size**2 / 16).sqrt() for size in (4, 1)]
     )
@@ -383,7 +408,23 @@ def test_agreement_comes_from_pairs_without_a_common_prompt():
     )
     own = np.mean([float(few[i, 0] @ few[i, 0]) for i in range(5)])
     value = product / (own / 16 + 15 / 16 * square) ** 0.5 / length**0.5
-    assert agreements(few, blocks, 1, rollout=16)[0, 0].item() == pytest.approx(value, rel=1e-6)
+    found = agreements(few, blocks, blocks, exact=1, rollout=16, sizes=[1, 1])
+    assert found[0, 0].item() == pytest.approx(value, rel=1e-6)
+
+
+def test_gradients_of_a_prompt_agree_less_with_those_of_all():
+    """Prompts differ in their gradients, so groups hold less than as many prompts."""
+    generator = torch.Generator().manual_seed(0)
+    prompts, size, features, rollout = 400, 4, 30, 16
+    exact = torch.ones(features)
+    of_prompts = exact + 2 * torch.randn(prompts, 1, features, generator=generator)
+    noise = 3 * torch.randn(prompts, size, features, generator=generator)
+    gradients = (of_prompts + noise).flatten(0, 1)[:, None].repeat(1, 2, 1)
+    number = torch.arange(prompts).repeat_interleave(size)
+    found = agreements(gradients, number, number, exact=0, rollout=rollout, sizes=[1, size])
+    variances = [(4 + 9) / rollout, (4 * size + 9) / rollout]
+    expected = [(1 + variance) ** -0.5 for variance in variances]
+    torch.testing.assert_close(found[:, 0].tolist(), expected, rtol=0.05, atol=0)
 
 
 # ---- the verdict ----
