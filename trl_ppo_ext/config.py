@@ -27,7 +27,7 @@ from transformers.utils import is_liger_kernel_available, is_torch_bf16_gpu_avai
 from .batch_plan import BatchPlan, factor_of
 from .ppo_math import TRUST, SamplerCorrection
 from .redaction import shown, without_secrets
-from .trl_names import NAMES, TABLES, TRLFields, applied, moved, remedy_of
+from .trl_names import NAMES, TABLES, TRLFields, applied, moved, overridden, remedy_of
 
 logger = logging.get_logger(__name__)
 
@@ -1066,7 +1066,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         Args:
             name (`str`): `"instructgpt"`, `"n_plus"`, `"vapo"`, `"orz"` or `"dapo"`.
             output_dir (`str`, *optional*): Directory of the run.
-            overrides (`dict`): Fields to change.
+            overrides (`dict`): Fields to change, also by names of TRL; mappings are merged.
 
         Returns:
             [`PPOConfig`]: The config.
@@ -1075,9 +1075,12 @@ class PPOConfig(TRLFields, TrainingArguments):
             raise ValueError(
                 f"Unknown preset {name!r}; choose one of {', '.join(map(repr, PRESETS))}."
             )
-        return cls(
-            output_dir, **(yaml.safe_load(PRESETS[name].read_text(encoding="utf-8")) | overrides)
-        )
+        of_paper = yaml.safe_load(PRESETS[name].read_text(encoding="utf-8"))
+        settings = overridden(of_paper, overrides) | overrides
+        for key, value in of_paper.items():
+            if isinstance(value, dict) and isinstance(overrides.get(key), dict):
+                settings[key] = value | overrides[key]
+        return cls(output_dir, **settings)
 
 
 # of the Trainer's fields; ours have theirs beside them

@@ -145,6 +145,19 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     )
     for name, x in TABLES["fields"].items()
 }
+# fields that those functions set
+_SET_BY = {
+    "epsilon_high": ["cliprange_high"],
+    "delta": ["dual_clip"],
+    "num_iterations": ["num_ppo_epochs"],
+    "steps_per_generation": ["num_mini_batches"],
+    "loss_type": ["loss_aggregation"],
+    "scale_rewards": ["advantage_estimator", "whiten_advantages"],
+    "use_bias_correction_kl": ["kl_estimator", "kl_placement"],
+    "use_vllm": ["generation_backend"],
+    "local_rollout_forward_batch_size": [*_FORWARD_BATCH_SIZES],
+    "stop_token_id": ["stop_token_ids"],
+}
 # what happens instead of what a field means in TRL
 INSTEAD = {name: x["says"] for name, x in TABLES["fields"].items() if "says" in x}
 # keys of `generation_kwargs` that are fields
@@ -200,6 +213,31 @@ def _set(config: Any, name: str, settings: Settings) -> None:
         setattr(config, ours, old | new if merges else new)
         config.given.add(ours)
     setattr(config, name, fields[name].default)
+
+
+def set_by(name: str, value: Any) -> list[str]:
+    """Fields of PPOConfig that a field of TRL sets, or the keys of `generation_kwargs`."""
+    if name == "generation_kwargs" and isinstance(value, dict):
+        return [_SAMPLING[key] for key in value if key in _SAMPLING]
+    if name in _SET_BY:
+        return _SET_BY[name]
+    _, accepted, effect = NAMES.get(name, (None, None, ""))
+    if accepted is not ANY or "." in effect:  # a key of a mapping is merged
+        return []
+    return [effect]
+
+
+def overridden(defaults: Settings, overrides: Settings) -> Settings:
+    """Settings without those that overrides set by another name, in either direction."""
+    names = {field for name, value in overrides.items() for field in set_by(name, value)}
+    kept = Settings()
+    for name, value in defaults.items():
+        sets_one = name != "generation_kwargs" and not overrides.keys().isdisjoint(
+            set_by(name, value)
+        )
+        if name not in names and not sets_one:
+            kept[name] = value
+    return kept
 
 
 def moved(config: Any, kwargs: Settings) -> Settings | None:

@@ -26,7 +26,7 @@ from ..modeling.loading import hub_kwargs, load_config
 from ..redaction import shortened, shown
 from ..rewards import RewardAdapter, RewardFunc
 from ..trainer import PPOTrainer
-from ..trl_names import NAMES, TABLES, remedy_of
+from ..trl_names import NAMES, TABLES, overridden, remedy_of
 
 logger = logging.get_logger(__name__)
 
@@ -225,8 +225,9 @@ def parse(
         if problems:
             raise ValueError("\n- ".join(problems))
         # without defaults: what is given beside a name of TRL must not differ from it
-        given = {name for name, value in vars(typed).items() if value is not None}
-        given |= written.keys() | _required_names(types)
+        in_line_only = {name: value for name, value in vars(typed).items() if value is not None}
+        given = in_line_only.keys() | overridden(written, in_line_only).keys()
+        given |= _required_names(types)
         values = {name: value for name, value in vars(namespace).items() if name in given}
         model, script, args = cast(tuple, parser.parse_dict(values, allow_extra_keys=True))
     except (

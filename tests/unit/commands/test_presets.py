@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from trl_ppo_ext import PPOConfig
+from trl_ppo_ext.commands.launch import parse
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "variants.md"
@@ -38,6 +39,34 @@ def test_unknown_preset_is_refused_with_the_known_ones():
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         PPOConfig.preset("n-plus")
+
+
+def test_preset_takes_overrides_by_names_of_trl(tmp_path):
+    """Nobody can remove what a preset has written."""
+    laptop = {"use_cpu": True, "bf16": False}
+    given = {"beta": 0.01, "epsilon": 0.3, "epsilon_high": 0.4, "num_iterations": 2}
+    given |= {"loss_type": "grpo", "delta": 2.0, "generation_kwargs": {"temperature": 0.5}}
+    made = PPOConfig.preset("dapo", tmp_path, **given, **laptop)
+    clip = made.cliprange, made.cliprange_high, made.dual_clip
+    assert (made.kl_coef, *clip, made.num_ppo_epochs) == (0.01, 0.3, 0.4, 2.0, 2)
+    assert (made.loss_aggregation, made.temperature) == ("sequence_mean", 0.5)
+
+
+def test_mappings_of_a_preset_are_merged(tmp_path):
+    laptop = {"use_cpu": True, "bf16": False}
+    made = PPOConfig.preset("vapo", tmp_path, critic_kwargs={"warmup_steps": 5}, **laptop)
+    options = made.critic_options
+    assert (options.warmup_steps, options.lam_length_alpha) == (5, 0.05)
+
+
+def test_command_line_wins_over_another_name_in_the_file(tmp_path):
+    """In either direction."""
+    for written, typed in (("kl_coef: 0.3", "--beta"), ("beta: 0.3", "--kl_coef")):
+        file = tmp_path / "run.yaml"
+        file.write_text(f"model_name_or_path: m\ndataset_name: d\n{written}\n")
+        line = [str(file), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
+        _, args, _ = parse("trl-ppo train", [*line, typed, "0.1"], "")
+        assert args.kl_coef == 0.1
 
 
 def test_preset_takes_overrides_of_its_fields(tmp_path):
