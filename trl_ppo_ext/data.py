@@ -232,7 +232,10 @@ def encode(
         for content in parts
         for part in content
     ):
-        raise PromptError(f"Parts of a message must be of the type 'text', got {described(parts)}.")
+        raise PromptError(
+            "Parts of a message must be of the type 'text' (images are not supported), got "
+            f"{described(parts)}."
+        )
     if opening and prefill(prompt):
         ends = {"continue_final_message": True}
     else:

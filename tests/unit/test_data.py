@@ -259,7 +259,9 @@ def test_parts_of_a_message_are_read_by_any_template(template):
         return tokenize_prompts(rows, chat_tokenizer(template), "train_dataset", 4)[0][PROMPT_IDS]
 
     assert ids_of({"type": "text", "text": "w1"}, {"type": "text", "text": " w2"}) == [5, 6]
-    with pytest.raises(PromptError, match=r"Row 0 .*must be of the type 'text', got .*'cat.png'"):
+    with pytest.raises(
+        PromptError, match=r"Row 0 .*of the type 'text' .*not supported\), got .*'cat.png'"
+    ):
         ids_of(
             {"type": "text", "text": "w1", "image": None},
             {"type": "image", "image": "cat.png", "text": None},

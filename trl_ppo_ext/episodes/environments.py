@@ -24,7 +24,7 @@ from trl import is_conversational
 
 from ..concurrency import FAILURES, called, in_thread, leave_blocked_loops, started
 from ..config import EARLIER_NAME, PRIVILEGED_STATE
-from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, with_prompts
+from ..data import NO_PROMPT, TOKEN_COLUMNS, PromptError, described, with_prompts
 from ..redaction import redacted, shortened
 from ..rewards import RewardError, ScoringBatch
 from ..rewards.scoring import CPU, guarded, seeded
@@ -32,6 +32,8 @@ from .chat import ChatFormat, encodable
 from .episode import Episode
 from .record import Answer
 
+# types of what a message may consist of, as chat templates and servers name them
+MESSAGE_PARTS = frozenset("text image image_url input_image audio input_audio video".split())
 _NOT_TOOLS = ("reset", "get_reward", PRIVILEGED_STATE, EARLIER_NAME)
 
 
@@ -180,11 +182,16 @@ class ToolEnvironment:
             # of a function that is no generator itself
             if isinstance(result, Iterator | AsyncIterator):
                 raise TypeError(f"A tool must return its result, got a {type(result).__name__}.")
-            text = str(result)
+            text = _text_of(result)
         except Exception as error:
             text = str({"error": redacted(str(error))})
             failed = True
         name = encodable(call.get("function", call).get("name", "unknown"))
+        if text is None:
+            raise TypeError(
+                f"The tool `{name}` returned parts of a message, got {described(result)}, but images "
+                "and sounds are not supported; return text."
+            )
         # the policy would read the reward, and nothing would learn from it
         if name in self.with_state and _is_transition(result):
             if name == "step":
@@ -202,6 +209,20 @@ class ToolEnvironment:
             if result.reward is not None:
                 reward = _number(result.reward)
         return Answer([message], reward, done, failed=[failed])
+
+
+def _text_of(result: Any) -> str | None:
+    """What the policy reads of a result; `None` if it has parts of a message that are no text."""
+    is_parts = (
+        isinstance(result, list)
+        and bool(result)
+        and all(isinstance(part, dict) and part.get("type") in MESSAGE_PARTS for part in result)
+    )
+    if not is_parts:
+        return str(result)
+    if any(part["type"] != "text" for part in result):
+        return None
+    return "".join(str(part.get("text", "")) for part in result)
 
 
 def _is_transition(result: Any) -> bool:

@@ -191,8 +191,10 @@ class EnvironmentPlayer(Player):
 
         continues = True
         while continues:
-            # 3. Sample a turn, within what is left of its length.
+            # 3. Sample a turn, within what is left of its length; after an error nobody reads it.
             room = self.limit - len(episode.completion_ids)
+            if episode.error is not None:
+                room = 1
             sampled = await sampler.sample(episode.place.row, episode.turns, episode.ids, room)
             turn = sampled.ids[:room]
             message, is_malformed = self.chat.parsed(turn, episode.ids, episode.kind.schemas)

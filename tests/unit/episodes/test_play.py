@@ -1322,3 +1322,45 @@ def test_what_an_environment_writes_takes_no_role(environment):
         texts.append(player.chat.tokenizer.decode(ids))
     assert specials[0] == specials[1] and texts[0].count(attack) == 3
     assert texts[0].replace("alpha", "beta") == texts[1].replace("fine", attack)
+
+
+@pytest.mark.parametrize(
+    ("parts", "content"),
+    [
+        ([{"type": "text", "text": "it is "}, {"type": "text", "text": "8"}], "it is 8"),
+        ([{"type": "page", "text": "no part of a message"}], None),
+        ([], "[]"),
+    ],
+)
+def test_parts_of_a_message_that_a_tool_returns_are_read_as_text(parts, content):
+    @wraps(add)
+    def in_parts(a: int, b: int):
+        return parts
+
+    rows = rows_of("alpha")
+    turns = {"": [call("add", a=1, b=2), "done"]}
+    [episode] = played(player_of(turns, rows, tools=[in_parts]), rows)
+    assert episode.messages[1]["content"] == (str(parts) if content is None else content)
+
+
+def test_image_that_a_tool_returns_fails_its_episode():
+    @wraps(add)
+    def in_parts(a: int, b: int):
+        return [{"type": "image", "image": object()}, {"type": "text", "text": "a map"}]
+
+    rows = rows_of("alpha")
+    turns = {"": [call("add", a=1, b=2), "done"]}
+    [episode] = played(player_of(turns, rows, tools=[in_parts]), rows)
+    with pytest.raises(TypeError, match=r"`add` returned parts of a message.*not supported"):
+        raise episode.error
+
+
+def test_episode_whose_reset_fails_samples_next_to_nothing():
+    class Down(Walk):
+        def reset(self, row, seed):
+            raise ConnectionError("no server")
+
+    rows = rows_of("alpha")
+    player = player_of({"alpha": ["right left right left"]}, rows, factory=Down)
+    [episode] = played(player, rows)
+    assert isinstance(episode.error, ConnectionError) and len(episode.completion_ids) == 1
