@@ -76,6 +76,11 @@ class AveragedPolicy(TrainerCallback, ExportableState):
     def swapped(self, model) -> Iterator[None]:
         """Use the averaged weights in `trainer.model` within a context, e.g. for
         `trainer.evaluate()`."""
+        if not self.averages:
+            raise ValueError(
+                "There is no average before training; train first, or load a saved one, "
+                "`peft_config='out/ema'`."
+            )
         parameters = model.policy_parameters()
         # copies of all before the first change: tied weights have several names
         weights = {name: weight.clone() for name, weight in unsharded_weights(parameters).items()}

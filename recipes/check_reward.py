@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
     options = parser.parse_args(argv)
+    if options.max_pairs < 1:
+        raise ValueError(f"`--max-pairs` must be at least 1, got {options.max_pairs}.")
     # warns for each layer of each forward that 8-bit layers take float16
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     splits = load_splits(options.dataset, argument="DATASET")

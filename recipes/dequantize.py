@@ -111,6 +111,10 @@ def write(options: argparse.Namespace, directory: Path) -> None:
     load_config("MODEL", model, hub_kwargs(args))  # for its error
     if torch.cuda.is_available():
         fastest = "cuda"
+    elif options.device.startswith("cuda"):
+        raise ValueError(
+            f"`--device {options.device}` needs a GPU, and none is available; use 'auto' or 'cpu'."
+        )
     else:
         fastest = "cpu"
     base = load_base(

@@ -7,6 +7,7 @@ Tools and environments are those of the template. A turn is one token: the vocab
 call, guess and answer of the task, so that random weights use tools, too.
 """
 
+import argparse
 import json
 import sys
 from importlib import import_module
@@ -100,12 +101,15 @@ def search(task: Any) -> Twin:
     return Twin(rows, index.passages, calls, {"environment_factory": task.Search}, completions=128)
 
 
+TWINS = {"calculator": calculator, "wordle": wordle, "search": search}
+
+
 def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
     """Build the trainer of a twin."""
     # 1. The task, with the prompts of the template.
     sys.path.append(str(Path(__file__).parent / "templates" / name))
     task = import_module(name)
-    twin: Twin = {"calculator": calculator, "wordle": wordle, "search": search}[name](task)
+    twin: Twin = TWINS[name](task)
     rows = [row | task.to_prompt(row) for row in twin.rows]
 
     # 2. A tokenizer: words, and whole turns. The instruction, which all prompts share, is one
@@ -175,6 +179,7 @@ def build(name: str, output_dir: str, **settings: Any) -> PPOTrainer:
 
 
 if __name__ == "__main__":
-    build(
-        sys.argv[1], f"runs/offline_{sys.argv[1]}", log_completions=True, num_completions_to_print=2
-    ).train()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("template", choices=TWINS)
+    name = parser.parse_args().template
+    build(name, f"runs/offline_{name}", log_completions=True, num_completions_to_print=2).train()

@@ -2,8 +2,8 @@
 --output_dir critic`.
 
 It learns Monte Carlo returns (https://huggingface.co/papers/2503.01491), and starts any number of
-runs with `critic_init`. Arguments are those of `trl-ppo train`; those about the policy's update
-have no effect.
+runs with `critic_init`. Arguments are those of `trl-ppo train`, except for `--dry_run`; those about
+the policy's update have no effect.
 """
 
 import json
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trl_ppo_ext import PPOTrainer, ppo_math
 from trl_ppo_ext.checkpoints.files import save_critic
+from trl_ppo_ext.checkpoints.resume import check_earlier_run
 from trl_ppo_ext.commands.launch import build_trainer, load_datasets, parse
 from trl_ppo_ext.modeling import Critic
 from trl_ppo_ext.modeling.adapters import CRITIC_NUMBERS, public_name
@@ -50,6 +51,8 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
             "`critic='none'` leaves nothing to pretrain; set `critic` to 'side', 'head' or "
             "'adapter'."
         )
+    if trainer.args.resume_from_checkpoint is None:
+        check_earlier_run(str(trainer.args.output_dir))  # before anything is sampled
     for parameter in actor_critic.policy_parameters().values():
         parameter.requires_grad_(False)
     trainer.remove_callback(trainer.run_log)  # the folder holds a critic to publish, not a run

@@ -29,7 +29,9 @@ def tokenize(
     if "prompt" in row:
         whole = row["prompt"] + row["completion"]
     else:
-        whole = row.get("text") or row["messages"]
+        whole = row.get("text") or row.get("messages")
+    if not whole:
+        raise ValueError(f"A row of `ptx_dataset` must have text or messages, got {row}.")
     kwargs = row_template_kwargs(row, template_kwargs)
     ids = encode(whole, tokenizer, kwargs, opening=False)
     eos = tokenizer.eos_token_id
@@ -52,15 +54,37 @@ def tokenize(
     return {"prompt_ids": ids[:start], "completion_ids": ids[start:max_length]}
 
 
+def check(dataset: Dataset) -> None:
+    """Raise if rows cannot be drawn, or not be read."""
+    if not isinstance(dataset, Dataset) or not len(dataset):
+        raise ValueError(
+            "`ptx_dataset` must be a `Dataset` or a list with at least one row, got "
+            f"{type(dataset).__name__}; of a stream take some, `Dataset.from_list(list(s.take(n)))`."
+        )
+    columns = set(dataset.column_names)
+    if "prompt" in columns:
+        learned = columns & {"completion"}
+    else:
+        learned = columns & {"text", "messages"}
+    if not learned:
+        raise ValueError(
+            "`ptx_dataset` needs the columns 'prompt' and 'completion', or 'text', or 'messages', "
+            f"got {sorted(columns)}."
+        )
+
+
 class PTXTrainer(PPOTrainer):
     def __init__(
         self,
         *args,
-        ptx_dataset: Dataset,
+        ptx_dataset: Dataset | list[dict],
         ptx_coef: float = 1.0,
         ptx_max_length: int = 512,
         **kwargs,
     ):
+        if isinstance(ptx_dataset, list):
+            ptx_dataset = Dataset.from_list(ptx_dataset)
+        check(ptx_dataset)
         super().__init__(*args, **kwargs)
         settings = {
             "tokenizer": self.processing_class,

@@ -293,3 +293,21 @@ def test_tokens_that_merge_over_the_prompts_end_are_learned():
 def test_row_without_a_token_to_learn_raises(row, length):
     with pytest.raises(ValueError, match="No token to learn after the first"):
         tokenize(row, tokenizer(), length)
+
+
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        ([], "at least one row"),
+        (
+            Dataset.from_list([{"text": "w1"}]).to_iterable_dataset(),
+            "got IterableDataset; of a str",
+        ),
+        ([{"content": "w1 w2"}], "needs the columns .*got .'content'"),
+        ([{"prompt": "w1 w2"}], "needs the columns 'prompt' and 'completion'"),
+        ([{"text": "w1 w2"}, {"text": None}], "must have text or messages"),
+    ],
+)
+def test_unusable_rows_are_refused_before_the_run(tmp_path, rows, said):
+    with pytest.raises(ValueError, match=said):
+        build(tmp_path, ptx={"ptx_dataset": rows})
