@@ -204,13 +204,14 @@ class Units:
         return self.deviation
 
     def _move(self, returns: list[float], completions: int) -> None:
-        # Equal returns tell a mean and no scale: earlier ones move there, and keep their distances.
+        # Equal returns do not lower the scale: if they would, earlier ones move to the new mean, and
+        # keep their distances.
         earlier = self.returns.weighted
         keeps_scale = self.returns.differ() and max(returns) == min(returns)
         before = self.mean
         self.returns.add(returns, completions)
         self.mean = self.returns.mean()
-        if keeps_scale:
+        if keeps_scale and self.returns.deviation() < self.deviation:
             share = self.returns.count() / sum(weight for weight, _ in earlier)
             moved = [(share * weight, x - before + self.mean) for weight, x in earlier]
             self.returns.weighted = moved
@@ -806,13 +807,14 @@ def set_bootstrapped_baselines(samples: list[Sample]) -> None:
             left = usual_outcomes[number][position] + missing * value
             sample.baseline.append(left + weight * own.values[position])
             there = [other for other in samples if position < len(other.values)]
-            if len(there) < 8:
-                usual_value = statistics.mean(x for other in samples for x in other.values)
-                usual_outcome = statistics.mean(x for other in samples for x in other.outcomes)
-            else:
-                usual_value = statistics.mean(other.values[position] for other in there)
-                usual_outcome = statistics.mean(other.outcomes[position] for other in there)
-            sample.explains.append(usual_outcome + weight * (value - usual_value))
+            values = [other.values[position] for other in there]
+            outcomes = [other.outcomes[position] for other in there]
+            # The mean of all steps stands for those that are missing to eight.
+            missing = max(8 - len(there), 0)
+            values += missing * [statistics.mean(x for other in samples for x in other.values)]
+            outcomes += missing * [statistics.mean(x for other in samples for x in other.outcomes)]
+            beyond = value - statistics.mean(values)
+            sample.explains.append(statistics.mean(outcomes) + weight * beyond)
 
 
 def advantages_of_critic(
@@ -968,12 +970,11 @@ def collect(
     squares = []
     for sample in learned:
         squares.extend(x**2 for x in sample.advantages)
-    if any(squares):
-        entropy_unit = math.sqrt(statistics.mean(squares))
+    entropy_unit = math.sqrt(statistics.mean(squares)) if squares else 0.0
+    if settings.normalize_values and not settings.whiten_advantages:
         # In the unit of the returns advantages fade, and the bonus stays.
-        if settings.normalize_values:
-            entropy_unit = max(entropy_unit, 0.1)
-    else:
+        entropy_unit = max(entropy_unit, 0.1)
+    if entropy_unit == 0:
         entropy_unit = 1.0
     for sample in samples:
         sample.entropy_unit = entropy_unit

@@ -27,7 +27,16 @@ from transformers.utils import is_liger_kernel_available, is_torch_bf16_gpu_avai
 from .batch_plan import BatchPlan, factor_of
 from .ppo_math import TRUST, SamplerCorrection
 from .redaction import shown, without_secrets
-from .trl_names import NAMES, TABLES, TRLFields, applied, moved, overridden, remedy_of
+from .trl_names import (
+    NAMES,
+    TABLES,
+    TRLFields,
+    applied,
+    as_mapping,
+    moved,
+    overridden,
+    remedy_of,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -1076,10 +1085,12 @@ class PPOConfig(TRLFields, TrainingArguments):
                 f"Unknown preset {name!r}; choose one of {', '.join(map(repr, PRESETS))}."
             )
         of_paper = yaml.safe_load(PRESETS[name].read_text(encoding="utf-8"))
-        settings = overridden(of_paper, overrides) | overrides
-        for key, value in of_paper.items():
-            if isinstance(value, dict) and isinstance(overrides.get(key), dict):
-                settings[key] = value | overrides[key]
+        kept = overridden(of_paper, overrides)
+        settings = kept | overrides
+        for name, of_preset in (of_paper | kept).items():
+            own = as_mapping(overrides.get(name))
+            if isinstance(of_preset, dict) and own is not None:
+                settings[name] = of_preset | own
         return cls(output_dir, **settings)
 
 

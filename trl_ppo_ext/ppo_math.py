@@ -346,9 +346,11 @@ def masked_var(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> Ten
     return _moments(x, mask, all_sum)[1]
 
 
-def root_mean_square(x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone) -> float:
-    """Root of the mean square over the mask; 1 if all are 0."""
-    return masked_mean(x**2, mask, all_sum).sqrt().item() or 1.0
+def root_mean_square(
+    x: Tensor, mask: Tensor, all_sum: Reduction = torch.clone, least: float = 0.0
+) -> float:
+    """Root of the mean square over the mask, or `least` if it is lower; 1 if both are 0."""
+    return max(masked_mean(x**2, mask, all_sum).sqrt().item(), least) or 1.0
 
 
 def whiten(

@@ -329,8 +329,10 @@ class PPOTrainer(Trainer):
         ]
         # the user's callbacks and subclasses may add metrics
         if not users and type(self) is PPOTrainer:
-            has_episodes = bool(environments.kinds or environments.rollout_func)
-            check_best_metric(args, eval_dataset, rewards, monitors, has_episodes)
+            names = None
+            if environments.kinds or environments.rollout_func:
+                names = self.components.player.names
+            check_best_metric(args, eval_dataset, rewards, monitors, names)
         self._add_callbacks(model_id)
 
     def _assemble(self, player: Player, rewards: list[Reward], monitors: list[Reward]) -> None:

@@ -6,6 +6,7 @@ refused at the rest; names.yaml lists them. Checkpoints and logs show ours only,
 reads these names.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -145,18 +146,15 @@ NAMES: dict[str, tuple[Any, Any, str | Callable[[Any, Any], Settings]]] = {
     )
     for name, x in TABLES["fields"].items()
 }
-# fields that those functions set
-_SET_BY = {
-    "epsilon_high": ["cliprange_high"],
-    "delta": ["dual_clip"],
-    "num_iterations": ["num_ppo_epochs"],
-    "steps_per_generation": ["num_mini_batches"],
-    "loss_type": ["loss_aggregation"],
-    "scale_rewards": ["advantage_estimator", "whiten_advantages"],
-    "use_bias_correction_kl": ["kl_estimator", "kl_placement"],
-    "use_vllm": ["generation_backend"],
-    "local_rollout_forward_batch_size": [*_FORWARD_BATCH_SIZES],
-    "stop_token_id": ["stop_token_ids"],
+# the field that those functions set, where it is one at any value
+_SETS_ONE = {
+    "epsilon_high": "cliprange_high",
+    "delta": "dual_clip",
+    "num_iterations": "num_ppo_epochs",
+    "steps_per_generation": "num_mini_batches",
+    "loss_type": "loss_aggregation",
+    "use_vllm": "generation_backend",
+    "stop_token_id": "stop_token_ids",
 }
 # what happens instead of what a field means in TRL
 INSTEAD = {name: x["says"] for name, x in TABLES["fields"].items() if "says" in x}
@@ -215,28 +213,38 @@ def _set(config: Any, name: str, settings: Settings) -> None:
     setattr(config, name, fields[name].default)
 
 
-def set_by(name: str, value: Any) -> list[str]:
-    """Fields of PPOConfig that a field of TRL sets, or the keys of `generation_kwargs`."""
-    if name == "generation_kwargs" and isinstance(value, dict):
-        return [_SAMPLING[key] for key in value if key in _SAMPLING]
-    if name in _SET_BY:
-        return _SET_BY[name]
+def own_name(name: str) -> str:
+    """Field of PPOConfig that a field of TRL sets by itself, or the name itself."""
+    if name in _SETS_ONE:
+        return _SETS_ONE[name]
     _, accepted, effect = NAMES.get(name, (None, None, ""))
-    if accepted is not ANY or "." in effect:  # a key of a mapping is merged
-        return []
-    return [effect]
+    if accepted is ANY and isinstance(effect, str) and "." not in effect:
+        return effect
+    return name
+
+
+def as_mapping(value: Any) -> Settings | None:
+    """A mapping, also as JSON; `None` if it is none."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = json.loads(value)
+    return value if isinstance(value, dict) else None
 
 
 def overridden(defaults: Settings, overrides: Settings) -> Settings:
-    """Settings without those that overrides set by another name, in either direction."""
-    names = {field for name, value in overrides.items() for field in set_by(name, value)}
-    kept = Settings()
-    for name, value in defaults.items():
-        sets_one = name != "generation_kwargs" and not overrides.keys().isdisjoint(
-            set_by(name, value)
-        )
-        if name not in names and not sets_one:
-            kept[name] = value
+    """Settings, of a preset or a file, without those that overrides set by any of their names."""
+    given = {name: x for name, x in overrides.items() if x is not None or name not in NAMES}
+    names = {own_name(name) for name in given}
+    sampling = as_mapping(given.get("generation_kwargs")) or {}
+    names |= {_SAMPLING[key] for key in sampling if key in _SAMPLING}
+    if "steps_per_generation" in given:  # it makes a rollout of another size
+        names.add("generation_batch_size")
+    kept = {name: x for name, x in defaults.items() if own_name(name) not in names}
+    if "generation_kwargs" in defaults and (
+        of_defaults := as_mapping(defaults["generation_kwargs"])
+    ):
+        kept["generation_kwargs"] = {
+            key: x for key, x in of_defaults.items() if _SAMPLING.get(key) not in names
+        }
     return kept
 
 

@@ -636,7 +636,7 @@ def test_every_metric_of_an_evaluation_may_choose_the_best_model(tmp_path):
                 built.eval_dataset,
                 built.components.rewards,
                 built.components.monitors,
-                has_episodes=False,
+                environments=None,
             )
 
 
@@ -645,6 +645,7 @@ def test_every_metric_of_an_evaluation_may_choose_the_best_model(tmp_path):
     [
         "eval_value/explained_variance",
         "eval_tools/call_frequency",
+        "eval_sampling/logp",
         "eval_completions/mean_lenght",
         "eval_kl",
     ],

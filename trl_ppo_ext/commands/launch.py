@@ -225,10 +225,12 @@ def parse(
         if problems:
             raise ValueError("\n- ".join(problems))
         # without defaults: what is given beside a name of TRL must not differ from it
-        in_line_only = {name: value for name, value in vars(typed).items() if value is not None}
-        given = in_line_only.keys() | overridden(written, in_line_only).keys()
-        given |= _required_names(types)
+        line = {name: value for name, value in vars(typed).items() if value is not None}
+        kept = overridden(written, line)
+        given = line.keys() | kept.keys() | _required_names(types)
         values = {name: value for name, value in vars(namespace).items() if name in given}
+        if "generation_kwargs" in kept.keys() - line.keys():
+            values["generation_kwargs"] = kept["generation_kwargs"]
         model, script, args = cast(tuple, parser.parse_dict(values, allow_extra_keys=True))
     except (
         argparse.ArgumentError,

@@ -33,7 +33,9 @@ from .episode import Episode
 from .record import Answer
 
 # types of what a message may consist of, as chat templates and servers name them
-MESSAGE_PARTS = frozenset("text image image_url input_image audio input_audio video".split())
+MESSAGE_PARTS = frozenset(
+    "text image image_url audio audio_url input_audio video video_url".split()
+)
 _NOT_TOOLS = ("reset", "get_reward", PRIVILEGED_STATE, EARLIER_NAME)
 
 
@@ -213,16 +215,20 @@ class ToolEnvironment:
 
 def _text_of(result: Any) -> str | None:
     """What the policy reads of a result; `None` if it has parts of a message that are no text."""
-    is_parts = (
-        isinstance(result, list)
-        and bool(result)
-        and all(isinstance(part, dict) and part.get("type") in MESSAGE_PARTS for part in result)
-    )
-    if not is_parts:
+    if not (isinstance(result, list) and result and all(map(_is_part, result))):
         return str(result)
     if any(part["type"] != "text" for part in result):
         return None
-    return "".join(str(part.get("text", "")) for part in result)
+    return "".join(part["text"] for part in result)
+
+
+def _is_part(x: Any) -> bool:
+    """Whether an entry of a list is a part of a message: it has what its type says, as text or
+    object."""
+    kind = x.get("type") if isinstance(x, dict) else None
+    if not isinstance(kind, str) or kind not in MESSAGE_PARTS or x.keys() != {"type", kind}:
+        return False
+    return kind != "text" or isinstance(x["text"], str)
 
 
 def _is_transition(result: Any) -> bool:

@@ -171,13 +171,14 @@ def gae_with_critic(
 def units_after(seen: Moments, own: Moments, most: float) -> Moments:
     """Moments of earlier returns, which weigh at most `most`, with those of a rollout.
 
-    If its returns are all equal, they tell a mean and no scale. In a long rollout of failures after
-    a success the unit would go to 0, and all that is divided by it beyond all bounds.
+    If its returns are all equal, they do not lower the scale. In rollouts of failures after a
+    success the unit would go to 0, and all that is divided by it beyond all bounds.
     """
     after = seen.joined(own, most)
     if own.varies or not seen.varies:
         return after
-    return after._replace(squares=after.weight * seen.squares / seen.weight)
+    as_before = after.weight * seen.squares / seen.weight
+    return after._replace(squares=max(after.squares, as_before))
 
 
 class Measured(NamedTuple):
@@ -281,12 +282,13 @@ def deviations(x: Tensor, usual: Tensor, present: Tensor) -> Tensor:
 def mean_of_all_at_place(
     x: Tensor, steps: Tensor, enters: Tensor, all_sum: Reduction = torch.clone
 ) -> Tensor:
-    """Mean over all completions at the same number of a step, `[batch, response]`, and over all
-    steps where fewer than eight have one: a mean of few would know their own."""
+    """Mean over all completions at the same number of a step, `[batch, response]`. The mean over
+    all steps stands for those that are missing to eight: a mean of few would know their own."""
     numbers = ppo_math.place_numbers(steps)
     totals, counts = ppo_math.sums_by_number(x, numbers, enters, all_sum)
     overall = totals.sum() / counts.sum().clamp(min=1)
-    means = torch.where(counts < FEWEST, overall, totals / counts.clamp(min=1))
+    missing = (FEWEST - counts).clamp(min=0)
+    means = (totals + missing * overall) / (counts + missing)
     return means[numbers].to(x.dtype)
 
 

@@ -104,7 +104,7 @@ def build_credit(components: Components, metrics: Metrics) -> list[CreditStep]:
         steps.append(partial(keep_high_entropies, quantile=quantile, accelerator=accelerator))
     if args.entropy_coef:
         # advantages in the unit of the returns fade, and may stay near 0 for long
-        least = SOLVED if args.normalize_values else 0.0
+        least = SOLVED if args.normalize_values and not args.whiten_advantages else 0.0
         steps.append(partial(measure_unit_of_entropy, least=least, all_sum=all_sum))
     return steps
 
@@ -292,8 +292,8 @@ def measure_unit_of_entropy(
     samples: Samples, credit: Credit, run: RunState, *, least: float, all_sum: Reduction
 ) -> Stepped:
     """The entropy bonus is in the unit of the advantages, which is at least `least`."""
-    unit = ppo_math.root_mean_square(credit.advantages, credit.policy_mask, all_sum)
-    return credit._replace(entropy_unit=max(unit, least)), run
+    unit = ppo_math.root_mean_square(credit.advantages, credit.policy_mask, all_sum, least)
+    return credit._replace(entropy_unit=unit), run
 
 
 # ---- parts of the critic's step ----

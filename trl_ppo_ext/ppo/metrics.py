@@ -275,8 +275,15 @@ OF_EVALUATIONS |= {
     for length in ("length", "terminated_length")
 }
 OF_A_REFERENCE = {"kl", "kl_per_completion"}
-FAMILIES = ("sampling/",)
-OF_EPISODES = ("episodes/", "tools/")
+OF_A_SAMPLER = {
+    *(f"sampling/sampling_logp_difference/{part}" for part in ("mean", "max")),
+    *(f"sampling/importance_sampling_ratio/{x}" for x in ("mean", "min", "max", "effective_share")),
+}
+OF_EPISODES = set(
+    "episodes/turns episodes/failed episodes/overlong episodes/limited tools/call_frequency "
+    "tools/failure_frequency".split()
+)
+OF_AN_ENVIRONMENT = "reward", "length", "turns", "count"
 
 
 def check_best_metric(
@@ -284,15 +291,21 @@ def check_best_metric(
     eval_dataset: Any,
     rewards: Sequence[Any],
     monitors: Sequence[Any],
-    has_episodes: bool,
+    environments: Sequence[str] | None,  # names, if there are several; None without episodes
 ) -> None:
     """Raise a `ValueError` if no evaluation logs the metric for the best model, or if it is
     constant."""
     metric = args.metric_for_best_model
     if metric is None or args.eval_strategy == "no":
         return
-    names = OF_EVALUATIONS | (OF_A_REFERENCE if args.uses_reference else set())
-    families = FAMILIES + (OF_EPISODES if has_episodes else ())
+    names = OF_EVALUATIONS.copy()
+    if args.uses_reference:
+        names |= OF_A_REFERENCE
+    if args.eval_temperature is None:  # else it is not sampled as it is scored
+        names |= OF_A_SAMPLER
+    if environments is not None:
+        names |= OF_EPISODES
+        names |= {f"episodes/{x}/{part}" for x in environments for part in OF_AN_ENVIRONMENT}
     for reward in rewards:
         names |= {f"rewards/{reward.name}/{part}" for part in ("mean", "std", "failed")}
     for reward in monitors:
@@ -303,14 +316,13 @@ def check_best_metric(
         prefixes = [""]
     bare = metric.removeprefix("eval_")
     of_dataset = [bare.removeprefix(prefix) for prefix in prefixes if bare.startswith(prefix)]
-    is_known = any(name in names or name.startswith(families) for name in of_dataset)
-    if not is_known and not any(map(_may_log, list(rewards) + list(monitors))):
+    if names.isdisjoint(of_dataset) and not any(map(_may_log, list(rewards) + list(monitors))):
         listed = [f"eval_{prefixes[0]}{name}" for name in sorted(names)]
         likely = get_close_matches(f"eval_{bare}", listed, n=1) or [f"eval_{prefixes[0]}reward"]
         raise ValueError(
             f"`metric_for_best_model` must be a metric of the evaluation, got {metric!r}; did you "
-            f"mean {likely[0]!r}? An evaluation logs {', '.join(listed)}, those of the groups "
-            f"{', '.join(families)}, and what reward functions log with `log_metric`."
+            f"mean {likely[0]!r}? An evaluation logs {', '.join(listed)}, and what reward functions "
+            "log with `log_metric`."
         )
     is_of_reward = any(
         name.partition("/")[0] in ("reward", "rewards", "reward_std") for name in of_dataset

@@ -81,14 +81,14 @@ def probe(trainer: PPOTrainer, completions: int = COMPLETIONS) -> dict[str, Any]
     tables = task.advantages(values)
     gradients = gradient_sketches(trainer, task.rollouts, tables)[task.counts]
     # a run without groups compares estimators that need them with those that do not
-    sizes = [task.size if x in IN_GROUPS else trainer.plan.num_generations for x in tables]
+    in_groups = [x in IN_GROUPS or trainer.plan.num_generations > 1 for x in tables]
     cosines = agreements(
         gradients,
         task.blocks[task.counts],
         task.groups[task.counts],
         exact=list(tables).index("lam=1"),
-        rollout=trainer.plan.completions,
-        sizes=sizes,
+        rollout=trainer.plan.completions * float(task.counts.double().mean()),
+        in_groups=in_groups,
     )
     found = dict(zip(tables, cosines))
     without_signal = task.groups_without_signal()
@@ -185,13 +185,18 @@ class Task:
         tokens = mask.sum(1)
         mean_of_others = (sums.sum() - sums) / (tokens.sum() - tokens)
         totals = self.rewards.sum(1)
-        rloo = ppo_math.rloo_advantages(totals, self.usable, self.size)
-        grpo = ppo_math.grpo_advantages(totals, self.usable, self.size)
+        rloo = ppo_math.rloo_advantages(totals, self.usable, self.size, self._sizes)
+        grpo = ppo_math.grpo_advantages(totals, self.usable, self.size, self._sizes)
         return with_critic | {
             "rebn": self._spread((self.returns - mean_of_others[:, None]).float()),
             "rloo": rloo[:, None] * mask,
             "grpo": grpo[:, None] * mask,
         }
+
+    @property
+    def _sizes(self) -> Tensor:
+        """Of what the totals are sums of."""
+        return self.rewards.abs().sum(1)
 
     def _spread(self, advantages: Tensor) -> Tensor:
         """Advantages of tokens as the run has them: of a turn, that of its first one."""
@@ -205,7 +210,7 @@ class Task:
         earned = self.returns.double().gather(1, first)[:, 0]
         distances = ppo_math.dr_grpo_advantages(earned, self.usable, self.size)
         # sums of the same rewards at other tokens are rounded otherwise
-        sizes = self.rewards.double().abs().sum(1).view(-1, self.size)
+        sizes = self._sizes.view(-1, self.size)
         is_equal = distances.abs().view(-1, self.size) <= ROUNDING * sizes.amax(1, keepdim=True)
         teaches = self.counts.view(-1, self.size).any(1)
         return float(is_equal.all(1)[teaches].double().mean())
@@ -439,8 +444,8 @@ def agreements(
     blocks: Tensor,
     groups: Tensor,  # of completions of a prompt, in a block
     exact: int,
-    rollout: int,
-    sizes: Sequence[int],  # of a table's groups in a rollout
+    rollout: float,  # completions that count
+    in_groups: Sequence[bool],  # whether a rollout of a table has these groups, or single ones
 ) -> Tensor:
     """Cosine of a rollout's gradient with the exact one, `[tables, 1 + resamples]`; NaN where that
     cannot be told.
@@ -470,24 +475,25 @@ def agreements(
             weights @ (others * table) * weights
         ).sum(1) / pairs
 
-    def of_siblings(gradient: Tensor, expected: Tensor) -> Tensor:
-        """Mean product with that of another completion of the group; as expected of any if a group
-        has one."""
-        total = weights @ (siblings * (gradient @ gradient.T)).sum(1)
-        return torch.where(sibling_pairs > 0, total / sibling_pairs.clamp(min=1), expected)
+    siblings_of_each = sibling_pairs / weights.sum(1)
+
+    def of_siblings(gradient: Tensor) -> Tensor:
+        """Sum of the products with those of the other completions of a group, in the mean."""
+        return weights @ (siblings * (gradient @ gradient.T)).sum(1) / weights.sum(1)
 
     unbiased = gradients[:, exact]
     _, length = products(unbiased, unbiased)  # squared, of the exact gradient
     cosines = []
-    for gradient, size in zip(gradients.unbind(1), sizes):
+    for gradient, is_grouped in zip(gradients.unbind(1), in_groups):
         own, expected = products(gradient, gradient)
         expected = expected.clamp(min=0)
-        size = min(size, rollout)
-        square = (
-            own / rollout
-            + (size - 1) / rollout * of_siblings(gradient, expected)
-            + (1 - size / rollout) * expected
-        )
+        if is_grouped:
+            of_group = own + of_siblings(gradient)
+            size = 1 + siblings_of_each
+        else:
+            of_group = own
+            size = 1.0
+        square = of_group.clamp(min=0) / rollout + (1 - size / rollout) * expected
         cosines.append(products(gradient, unbiased)[1] / (square * length.clamp(min=0)).sqrt())
     return torch.stack(cosines)
 

@@ -54,19 +54,36 @@ def test_preset_takes_overrides_by_names_of_trl(tmp_path):
 
 def test_mappings_of_a_preset_are_merged(tmp_path):
     laptop = {"use_cpu": True, "bf16": False}
-    made = PPOConfig.preset("vapo", tmp_path, critic_kwargs={"warmup_steps": 5}, **laptop)
-    options = made.critic_options
-    assert (options.warmup_steps, options.lam_length_alpha) == (5, 0.05)
+    for own in ({"warmup_steps": 5}, '{"warmup_steps": 5}'):
+        made = PPOConfig.preset("vapo", tmp_path, critic_kwargs=own, **laptop)
+        options = made.critic_options
+        assert (options.warmup_steps, options.lam_length_alpha) == (5, 0.05)
 
 
-def test_command_line_wins_over_another_name_in_the_file(tmp_path):
-    """In either direction."""
-    for written, typed in (("kl_coef: 0.3", "--beta"), ("beta: 0.3", "--kl_coef")):
-        file = tmp_path / "run.yaml"
-        file.write_text(f"model_name_or_path: m\ndataset_name: d\n{written}\n")
-        line = [str(file), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
-        _, args, _ = parse("trl-ppo train", [*line, typed, "0.1"], "")
-        assert args.kl_coef == 0.1
+def test_override_of_none_is_not_given(tmp_path):
+    made = PPOConfig.preset("n_plus", tmp_path, beta=None, use_cpu=True, bf16=False)
+    assert made.kl_coef == PRESETS["n_plus"]["kl_coef"]
+
+
+@pytest.mark.parametrize(
+    "written, typed, field, value",
+    [
+        ("kl_coef: 0.3", ["--beta", "0.1"], "kl_coef", 0.1),
+        ("beta: 0.3", ["--kl_coef", "0.1"], "kl_coef", 0.1),
+        ("beta: 0.3", ["--init_kl_coef", "0.1"], "kl_coef", 0.1),
+        ("temperature: 0.9", ["--generation_kwargs", '{"temperature": 0.5}'], "temperature", 0.5),
+        ("generation_kwargs: {temperature: 0.9}", ["--temperature", "0.5"], "temperature", 0.5),
+        ("generation_kwargs: {temperature: 0.9}", ["--top_p", "0.5"], "temperature", 0.9),
+        ("whiten_advantages: true", ["--scale_rewards", "group"], "whiten_advantages", True),
+    ],
+)
+def test_command_line_wins_over_another_name_in_the_file(tmp_path, written, typed, field, value):
+    """And changes nothing else."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model_name_or_path: m\ndataset_name: d\n{written}\n")
+    line = [str(file), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
+    _, args, _ = parse("trl-ppo train", line + typed, "")
+    assert getattr(args, field) == value
 
 
 def test_preset_takes_overrides_of_its_fields(tmp_path):

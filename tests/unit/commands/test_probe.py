@@ -387,7 +387,7 @@ def test_agreement_is_the_cosine_with_the_expected_gradient():
     biased = exact + 3 * torch.randn(50, generator=generator)
     gradients = torch.stack([exact + 4 * noise, exact + noise, biased.expand(count, 50)], 1)
     each = torch.arange(count)
-    found = agreements(gradients, each, each, exact=1, rollout=16, sizes=[1, 1, 1])
+    found = agreements(gradients, each, each, exact=1, rollout=16, in_groups=3 * [False])
     means = torch.stack(
         [exact.norm() / (exact.norm() ** 2 + 50 * size**2 / 16).sqrt() for size in (4, 1)]
     )
@@ -408,7 +408,7 @@ def test_agreement_comes_from_pairs_without_a_common_prompt():
     )
     own = np.mean([float(few[i, 0] @ few[i, 0]) for i in range(5)])
     value = product / (own / 16 + 15 / 16 * square) ** 0.5 / length**0.5
-    found = agreements(few, blocks, blocks, exact=1, rollout=16, sizes=[1, 1])
+    found = agreements(few, blocks, blocks, exact=1, rollout=16, in_groups=2 * [False])
     assert found[0, 0].item() == pytest.approx(value, rel=1e-6)
 
 
@@ -421,9 +421,15 @@ def test_gradients_of_a_prompt_agree_less_with_those_of_all():
     noise = 3 * torch.randn(prompts, size, features, generator=generator)
     gradients = (of_prompts + noise).flatten(0, 1)[:, None].repeat(1, 2, 1)
     number = torch.arange(prompts).repeat_interleave(size)
-    found = agreements(gradients, number, number, exact=0, rollout=rollout, sizes=[1, size])
+    found = agreements(gradients, number, number, 0, rollout, in_groups=[False, True])
     variances = [(4 + 9) / rollout, (4 * size + 9) / rollout]
     expected = [(1 + variance) ** -0.5 for variance in variances]
+    torch.testing.assert_close(found[:, 0].tolist(), expected, rtol=0.05, atol=0)
+
+    # of each group only two completions count
+    counts = torch.arange(prompts * size) % size < 2
+    found = agreements(gradients[counts], number[counts], number[counts], 0, 8, [False, True])
+    expected = [(1 + (4 * n + 9) / 8) ** -0.5 for n in (1, 2)]
     torch.testing.assert_close(found[:, 0].tolist(), expected, rtol=0.05, atol=0)
 
 

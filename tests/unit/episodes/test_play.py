@@ -1329,6 +1329,9 @@ def test_what_an_environment_writes_takes_no_role(environment):
     [
         ([{"type": "text", "text": "it is "}, {"type": "text", "text": "8"}], "it is 8"),
         ([{"type": "page", "text": "no part of a message"}], None),
+        ([{"type": "text", "name": "notes.txt"}], None),
+        ([{"type": "video", "title": "a find", "url": "x.mp4"}], None),
+        ([{"name": "age", "type": ["integer", "null"]}], None),
         ([], "[]"),
     ],
 )

@@ -620,7 +620,7 @@ def test_a_long_completion_among_short_ones_does_not_explain_itself(longest):
     discounts = with_lambdas(0.8, 1.0, gamma=1.0)
     result, _ = gae_with_critic(rewards, 0 * rewards, steps, SEEN, True, discounts)
     explained = ppo_math.explained_variance(result.explains, result.outcomes, result.counted)
-    assert explained < 0.2
+    assert explained < 0.4  # and not 0.9, as with its own returns
 
 
 @pytest.mark.parametrize("total, deviation", [(5, 1), (5, 0.01), (1000, 1)])
@@ -638,3 +638,14 @@ def test_normalized_sums_of_the_same_rewards_are_equal(total, deviation):
     assert not in_groups_that_differ(centered.sum(1), usable, sizes, 8).any()
     centered[0, 0] += 0.5
     assert group_advantages("grpo", centered, usable, 8).advantages.all()
+
+
+def test_single_completions_have_a_unit_that_follows_their_scores():
+    """The returns of each rollout are equal, and those of several are not."""
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.ones(1, 4).bool()
+    seen = Moments()
+    for score in [0.5, 0.51, *torch.randn(40, generator=generator).tolist()]:
+        rewards = torch.tensor([[0.0, 0.0, 0.0, score]]).double()
+        result, seen = gae_with_critic(rewards, 0 * rewards, steps, seen, True)
+    assert seen.unit > 0.5 and divide_by_unit(result, seen).advantages.abs().max() < 4
