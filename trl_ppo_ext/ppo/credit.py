@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .. import ppo_math
+from ..config import PPOConfig
 from ..distributed import unsharded
 from ..modeling.critics import Critic, CriticState, SideCritic
 from ..ppo_math import Reduction
@@ -204,7 +205,10 @@ def estimate_by_critic(
     metrics.total("outlying_completions", usable & ~ordinary)
 
     # 2. γ and λ, which follow from where scores tell something.
-    discounts, run, places = discounts_of(components, samples, ordinary, run, metrics)
+    run, places = learn_where_scores_tell(components, samples, ordinary, run)
+    lam, within = lambdas_of(components, samples, run, places)
+    metrics.mean("lam", lam, usable if isinstance(lam, Tensor) else None)
+    discounts = discounts_of(components.args, samples.sequences.turns, lam, within)
 
     # 3. Outputs of the critic; a new one begins with a fit to this rollout.
     outputs = cast(Tensor, credit.outputs)
@@ -374,61 +378,64 @@ def outlying(totals: Tensor, usable: Tensor, groups: Groups) -> Tensor:
     return groups.own(outliers, totals)
 
 
-def discounts_of(
-    components: Components,
-    samples: Samples,
-    ordinary: Tensor,
-    run: RunState,
-    metrics: Metrics,
-) -> tuple[Discounts, RunState, Tensor]:
-    """γ and λ, the state with what the scores tell, and the places where scores enter, `[batch,
-    response]`.
-
-    If both levels count, γ and λ of turns are at their ends.
-    """
-    args = components.args
-    options = args.critic_options
-    level = args.advantage_level
-    turns = samples.sequences.turns
-    scores, places = enter_at(samples.scored.tokens, samples.scored.places, turns)
+def learn_where_scores_tell(
+    components: Components, samples: Samples, ordinary: Tensor, run: RunState
+) -> tuple[RunState, Tensor]:
+    """The state with what the scores tell at their places, and these places, `[batch, response]`."""
+    scored = samples.scored
+    scores, places = enter_at(scored.tokens, scored.places, samples.sequences.turns)
     information = dict(run.information)
-    parts = []
     names = components.player.names or [""]
     for name, rows in zip(names, rows_of_environments(components, samples)):
-        # what is usual differs between environments, and so may the unit of their scores
+        # what is usual differs between environments
         earlier = information.get(name, Information())
         information[name] = earlier.add(scores, places, ordinary & rows, components.all_sum)
-        unit = unit_of(run.scores[name]) if args.normalize_rewards else 1.0
-        parts.append(information[name].in_unit(unit))
-    over_token, over_turn = default_lambda(
-        Information.pooled(parts), places, turns, components.all_sum
-    )
+    return run._replace(information=information), places
 
-    lam: float | Tensor | None = args.lam
-    within: float | Tensor = 1.0
+
+def lambdas_of(
+    components: Components, samples: Samples, run: RunState, places: Tensor
+) -> tuple[float | Tensor, float | Tensor]:
+    """λ over a token or turn, as the level says, and that within turns, each a number or
+    `[batch]`."""
+    args = components.args
+    options = args.critic_options
+    turns = samples.sequences.turns
+    # 1. By the length of a completion, or as it is given.
     if options.lam_length_alpha is not None:
         counted = turns.bool() & samples.scored.usable[:, None]
-        if level != "token":
+        if args.advantage_level != "token":
             counted = counted & ppo_math.turn_starts(turns)[0]
-        lam = ppo_math.length_adaptive_lambda(counted, options.lam_length_alpha)
-    elif lam is None:
-        if level == "token":
-            lam = over_token
-        else:
-            lam = over_turn
-        within = over_token
-    metrics.mean("lam", lam, samples.scored.usable if isinstance(lam, Tensor) else None)
+        return ppo_math.length_adaptive_lambda(counted, options.lam_length_alpha), 1.0
+    if args.lam is not None:
+        return args.lam, 1.0
 
+    # 2. By where scores tell something, of all environments in the unit of each.
+    parts = []
+    for name in components.player.names or [""]:
+        unit = unit_of(run.scores[name]) if args.normalize_rewards else 1.0
+        parts.append(run.information[name].in_unit(unit))
+    told = Information.pooled(parts)
+    over_token, over_turn = default_lambda(told, places, turns, components.all_sum)
+    if args.advantage_level == "token":
+        return over_token, over_token
+    return over_turn, over_token
+
+
+def discounts_of(
+    args: PPOConfig, turns: Tensor, lam: float | Tensor, within: float | Tensor
+) -> Discounts:
+    """γ and λ; if both levels count, those of turns are at their ends."""
+    options = args.critic_options
     if not isinstance(lam, Tensor) and lam != 1.0:  # as a tensor each level rounds alike
-        lam = scores.new_full((len(turns),), lam)
-    discounts = Discounts(args.gamma, lam, options.lam)
-    if level == "both":
-        discounts = Discounts(
-            ppo_math.at_turn_ends(args.gamma, turns),
-            ppo_math.at_turn_ends(lam, turns, within) if isinstance(lam, Tensor) else lam,
-            ppo_math.at_turn_ends(options.lam, turns),
-        )
-    return discounts, run._replace(information=information), places
+        lam = torch.full((len(turns),), lam, device=turns.device)
+    if args.advantage_level != "both":
+        return Discounts(args.gamma, lam, options.lam)
+    return Discounts(
+        ppo_math.at_turn_ends(args.gamma, turns),
+        ppo_math.at_turn_ends(lam, turns, within) if isinstance(lam, Tensor) else lam,
+        ppo_math.at_turn_ends(options.lam, turns),
+    )
 
 
 def cuts_of(components: Components, samples: Samples, run: RunState, is_new: bool) -> Cuts | None:
