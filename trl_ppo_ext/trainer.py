@@ -329,10 +329,8 @@ class PPOTrainer(Trainer):
         ]
         # the user's callbacks and subclasses may add metrics
         if not users and type(self) is PPOTrainer:
-            names = None
-            if environments.kinds or environments.rollout_func:
-                names = self.components.player.names
-            check_best_metric(args, eval_dataset, rewards, monitors, names)
+            played = player.names if environments.kinds or environments.rollout_func else None
+            check_best_metric(args, eval_dataset, rewards, monitors, played)
         self._add_callbacks(model_id)
 
     def _assemble(self, player: Player, rewards: list[Reward], monitors: list[Reward]) -> None:

@@ -462,38 +462,34 @@ def agreements(
         1, drawn, torch.ones_like(drawn, dtype=torch.float)
     )
     weights = torch.cat([torch.ones(1, len(blocks)), times[:, blocks]]).double()
+    total = weights.sum(1)
     others = (blocks[:, None] != blocks).double()
     pairs = (weights @ others * weights).sum(1)
     siblings = (groups[:, None] == groups).double().fill_diagonal_(0)
-    sibling_pairs = weights @ siblings.sum(1)
+    group_size = 1 + weights @ siblings.sum(1) / total
 
     def products(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Mean product of a gradient with itself, and with that of a completion of another
         block."""
         table = (first @ second.T).double()
-        return weights @ table.diagonal() / weights.sum(1), (
-            weights @ (others * table) * weights
-        ).sum(1) / pairs
-
-    siblings_of_each = sibling_pairs / weights.sum(1)
+        of_others = (weights @ (others * table) * weights).sum(1)
+        return weights @ table.diagonal() / total, of_others / pairs
 
     def of_siblings(gradient: Tensor) -> Tensor:
         """Sum of the products with those of the other completions of a group, in the mean."""
-        return weights @ (siblings * (gradient @ gradient.T)).sum(1) / weights.sum(1)
+        return weights @ (siblings * (gradient @ gradient.T)).sum(1) / total
 
     unbiased = gradients[:, exact]
     _, length = products(unbiased, unbiased)  # squared, of the exact gradient
     cosines = []
     for gradient, is_grouped in zip(gradients.unbind(1), in_groups):
-        own, expected = products(gradient, gradient)
-        expected = expected.clamp(min=0)
+        of_group, expected = products(gradient, gradient)
+        size = torch.ones_like(total)
         if is_grouped:
-            of_group = own + of_siblings(gradient)
-            size = 1 + siblings_of_each
-        else:
-            of_group = own
-            size = 1.0
-        square = of_group.clamp(min=0) / rollout + (1 - size / rollout) * expected
+            of_group = of_group + of_siblings(gradient)
+            size = group_size
+        in_others = (1 - size / rollout).clamp(min=0) * expected.clamp(min=0)
+        square = of_group.clamp(min=0) / rollout + in_others
         cosines.append(products(gradient, unbiased)[1] / (square * length.clamp(min=0)).sqrt())
     return torch.stack(cosines)
 
