@@ -306,7 +306,7 @@ def test_group_baseline_needs_several_completions_per_prompt(tmp_path):
     logs = logs_of(run)
     # less than 1, for it is fitted to three prompts of four completions
     assert logs[1]["value/weight_of_group"] > 0.5 > 0.1 > logs[1]["value/weight_of_critic"]
-    assert logs[1]["value/explained_variance"] > 0.5
+    assert logs[1]["value/explained_variance"] < 0.1  # what they know is not the critic's
     alone = logs_of(
         trainer(tmp_path / "alone", reward_funcs=by_prompt, **SIZES, **settings, max_steps=2)
     )

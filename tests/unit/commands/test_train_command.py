@@ -355,16 +355,18 @@ def test_dry_run_continues_without_memory_estimate(there, capsys):
 
 @pytest.mark.parametrize(
     "line, kl_coef",
-    [(["--kl_coef", "0"], None), (["--kl_coef", "0.04"], 0.04), (["--beta", "0"], 0.0), ([], 0.04)],
+    [(["--kl_coef", "0"], 0.0), (["--kl_coef", "0.04"], 0.04), (["--beta", "0"], 0.0), ([], 0.04)],
 )
 def test_a_default_on_the_command_line_is_not_ignored(there, line, kl_coef):
     """A file's name of TRL, and ours beside it, even with its default."""
     Path("run.yaml").write_text(yaml.safe_dump(RUN | {"beta": 0.04}))
-    if kl_coef is None:
-        with pytest.raises(ValueError, match=r"`beta` .* sets `kl_coef`.*remove one of the two"):
-            parse("trl-ppo train", ["run.yaml", *line], "")
-    else:
-        assert parse("trl-ppo train", ["run.yaml", *line], "")[1].kl_coef == kl_coef
+    assert parse("trl-ppo train", ["run.yaml", *line], "")[1].kl_coef == kl_coef
+
+
+def test_two_names_of_a_setting_in_one_file_are_an_error(there):
+    Path("run.yaml").write_text(yaml.safe_dump(RUN | {"beta": 0.04, "kl_coef": 0.0}))
+    with pytest.raises(ValueError, match=r"`beta` .* sets `kl_coef`.*remove one of the two"):
+        parse("trl-ppo train", ["run.yaml"], "")
 
 
 # changes of the config above, and what the error must say: the field, the value, the remedy
