@@ -1087,10 +1087,11 @@ class PPOConfig(TRLFields, TrainingArguments):
         of_paper = yaml.safe_load(PRESETS[name].read_text(encoding="utf-8"))
         kept = overridden(of_paper, overrides)
         settings = kept | overrides
-        for name, of_preset in (of_paper | kept).items():
-            own = as_mapping(overrides.get(name))
+        # a mapping replaces the keys that it has
+        for key, of_preset in (of_paper | kept).items():
+            own = as_mapping(overrides.get(key))
             if isinstance(of_preset, dict) and own is not None:
-                settings[name] = of_preset | own
+                settings[key] = of_preset | own
         return cls(output_dir, **settings)
 
 

@@ -9,7 +9,7 @@ reads these names.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field, make_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -224,9 +224,10 @@ def own_name(name: str) -> str:
 
 
 def as_mapping(value: Any) -> Settings | None:
-    """A mapping, also as JSON; `None` if it is none."""
+    """A mapping, also as JSON; `None` if it is none, which the config refuses with a reason."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
-        value = json.loads(value)
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
     return value if isinstance(value, dict) else None
 
 
@@ -239,11 +240,11 @@ def overridden(defaults: Settings, overrides: Settings) -> Settings:
     if "steps_per_generation" in given:  # it makes a rollout of another size
         names.add("generation_batch_size")
     kept = {name: x for name, x in defaults.items() if own_name(name) not in names}
-    if "generation_kwargs" in defaults and (
-        of_defaults := as_mapping(defaults["generation_kwargs"])
-    ):
+    # its keys are settings, too
+    mapping = as_mapping(defaults.get("generation_kwargs"))
+    if mapping is not None:
         kept["generation_kwargs"] = {
-            key: x for key, x in of_defaults.items() if _SAMPLING.get(key) not in names
+            key: x for key, x in mapping.items() if _SAMPLING.get(key) not in names
         }
     return kept
 

@@ -657,6 +657,15 @@ def test_best_metric_of_what_a_run_lacks_is_refused(tmp_path, metric):
         build(tmp_path, {"eval_dataset": prompts}, **settings)
 
 
+def test_comparison_with_the_sampler_chooses_no_model_at_another_temperature(tmp_path):
+    """It is logged where an evaluation samples as it scores."""
+    metric = "eval_sampling/sampling_logp_difference/mean"
+    settings = EVALUATED | {"metric_for_best_model": metric}
+    build(tmp_path, {"eval_dataset": prompts}, **settings)
+    with pytest.raises(ValueError, match="must be a metric of the evaluation"):
+        build(tmp_path, {"eval_dataset": prompts}, **settings, eval_temperature=0.0)
+
+
 def test_best_metric_of_a_reward_that_is_not_there_is_refused(tmp_path):
     """A distillation would keep its first checkpoint."""
     rows = prompts().map(lambda row: {"shown": "w1 " + row["prompt"]})

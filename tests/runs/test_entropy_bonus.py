@@ -111,3 +111,13 @@ def test_scale_of_rewards_changes_nothing(tmp_path, settings):
     settings = settings | {"max_grad_norm": 0.0, "adam_epsilon": 1e-20, "kl_coef": 0.0}
     (_, one), (_, scaled) = of_run(tmp_path, 1.0, **settings), of_run(tmp_path, 4.0, **settings)
     torch.testing.assert_close(one, scaled, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_normalized, unit", [(True, 0.1), (False, 1.0)])
+def test_bonus_keeps_a_tenth_where_advantages_are_in_the_unit_of_the_returns(
+    tmp_path, is_normalized, unit
+):
+    """They fade when a task is solved, and at 0 it is no more than just before."""
+    settings = {"kl_coef": 0.0, "normalize_values": is_normalized, "whiten_advantages": False}
+    (first, *_), _ = of_run(tmp_path, scale=0.0, **settings)
+    assert not first.advantages.any() and first.entropy_unit == pytest.approx(unit)

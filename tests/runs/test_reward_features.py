@@ -648,6 +648,23 @@ def test_groups_that_only_a_penalty_tells_apart_are_kept(tmp_path):
     )
 
 
+def test_groups_that_only_rounding_tells_apart_are_dropped(tmp_path):
+    """The same rewards in another order, whose sum is next to nothing beside them."""
+    orders = [[0.1, 0.2, -0.3], [-0.3, 0.1, 0.2]]
+    assert torch.tensor(orders).sum(1).unique().numel() == 2
+    settings = {"critic": "none", "num_generations": 2, "kl_coef": 0, "max_steps": 1}
+    run = trainer(
+        tmp_path,
+        None,
+        lambda prompts, **kwargs: [orders[place % 2] for place in range(len(prompts))],
+        drop_equal_groups=True,
+        **settings,
+    )
+    write_completions(run, lambda ids: [[5, 6, 1]] * len(ids))
+    run.train()
+    assert run.state.log_history[0]["empty_steps"] > 0
+
+
 @pytest.mark.parametrize(
     "choice", [{}, {"advantage_estimator": "rloo"}, {"whiten_advantages": True}], ids=str
 )

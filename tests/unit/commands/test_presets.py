@@ -60,6 +60,16 @@ def test_mappings_of_a_preset_are_merged(tmp_path):
         assert (options.warmup_steps, options.lam_length_alpha) == (5, 0.05)
 
 
+def test_steps_per_generation_replace_the_size_of_a_presets_rollout(tmp_path):
+    made = PPOConfig.preset("n_plus", tmp_path, steps_per_generation=16, use_cpu=True, bf16=False)
+    assert (made.num_mini_batches, made.generation_batch_size) == (16, None)
+
+
+def test_override_that_is_no_json_is_refused_by_the_config(tmp_path):
+    with pytest.raises(ValueError, match="critic_kwargs"):
+        PPOConfig.preset("vapo", tmp_path, critic_kwargs='{"warmup_steps": }', use_cpu=True)
+
+
 def test_override_of_none_is_not_given(tmp_path):
     made = PPOConfig.preset("n_plus", tmp_path, beta=None, use_cpu=True, bf16=False)
     assert made.kl_coef == PRESETS["n_plus"]["kl_coef"]

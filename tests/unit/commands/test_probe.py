@@ -154,6 +154,18 @@ def test_completions_that_end_are_compared_with_those_that_a_limit_cut(tmp_path)
     assert result["groups_without_signal"] < 0.5 and "nothing to learn" not in result["verdict"]
 
 
+def test_completion_is_compared_with_one_that_teaches_nothing():
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    tokens = torch.ones(2, 2).bool()
+    mask = torch.tensor([[1, 1], [0, 0]]).bool()
+    returns = ppo_math.gae(rewards, 0 * rewards, tokens, 1.0, 1.0)[1]
+    turns = tokens.long()
+    found = module.Task((), (), 2, tokens, mask, turns, rewards, returns, 1.0, "token")
+    advantages = found.advantages(torch.zeros(4))
+    assert advantages["rloo"].tolist() == [[1, 1], [0, 0]]
+    assert advantages["grpo"][0].min() > 0.5
+
+
 def test_a_prompt_of_another_scale_does_not_hide_what_others_teach():
     rewards = torch.zeros(8, 3)
     rewards[:2, -1] = 1e6

@@ -1,9 +1,12 @@
 """The default λ follows where scores tell something, and explained variance does not count the
 clock."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from trl_ppo_ext.ppo import credit
 from trl_ppo_ext.ppo.places import (
     Information,
     default_lambda,
@@ -189,3 +192,18 @@ def test_equal_returns_are_not_explained():
     mask = torch.ones(8, 8, dtype=torch.bool)
     for values in (returns, torch.randn(8, 8)):
         assert explained_without_clock(values, returns, torch.arange(8).expand(8, 8), mask) == 0
+
+
+@pytest.mark.parametrize(
+    "level, lam, within", [("token", 0.9, 0.9), ("turn", 0.8, 0.9), ("both", 0.8, 0.9)]
+)
+def test_default_lambda_is_of_the_level_and_within_turns_of_tokens(monkeypatch, level, lam, within):
+    monkeypatch.setattr(credit, "default_lambda", lambda *given: (0.9, 0.8))
+    options = SimpleNamespace(lam_length_alpha=None)
+    args = SimpleNamespace(
+        advantage_level=level, lam=None, normalize_rewards=False, critic_options=options
+    )
+    components = SimpleNamespace(args=args, player=SimpleNamespace(names=[]), all_sum=torch.clone)
+    samples = SimpleNamespace(sequences=SimpleNamespace(turns=torch.ones(2, 3)))
+    run = SimpleNamespace(information={"": Information()})
+    assert credit.lambdas_of(components, samples, run, torch.ones(2, 3)) == (lam, within)
