@@ -166,6 +166,17 @@ def test_completion_is_compared_with_one_that_teaches_nothing():
     assert advantages["grpo"][0].min() > 0.5
 
 
+def test_rounding_of_sums_is_no_advantage():
+    rewards = torch.tensor([[0.1, 0.2, -0.3], [-0.3, 0.1, 0.2]])
+    assert rewards.sum(1).unique().numel() == 2
+    every = torch.ones(2, 3).bool()
+    returns = ppo_math.gae(rewards, 0 * rewards, every, 1.0, 1.0)[1]
+    turns = every.long()
+    found = module.Task((), (), 2, every, every, turns, rewards, returns, 1.0, "token")
+    advantages = found.advantages(torch.zeros(6))
+    assert not advantages["grpo"].any() and not advantages["rloo"].any()
+
+
 def test_a_prompt_of_another_scale_does_not_hide_what_others_teach():
     rewards = torch.zeros(8, 3)
     rewards[:2, -1] = 1e6

@@ -1,9 +1,11 @@
 """Metrics: exact over uneven batches, masks and ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from trl_ppo_ext.ppo.metrics import Metrics, log_rewards
+from trl_ppo_ext.ppo.metrics import Metrics, log_episodes, log_rewards
 from trl_ppo_ext.rewards.scoring import Scored
 
 
@@ -147,3 +149,20 @@ def test_deviation_of_a_reward_that_applies_on_another_rank_only_counts():
     log_rewards(metrics, ["a"], scored, every, lambda x: x + 2)  # sums of the other rank
     logged = metrics.compute(alone, alone)
     assert "rewards/a/std" in logged and "rewards/a/mean" not in logged
+
+
+def test_lengths_of_episodes_are_of_those_with_a_score_and_failures_of_all():
+    def episode(turns, ending="stopped", **more):
+        plain = {"messages": ["played"], "columns": {}, "is_overlong": False, "error": None}
+        return SimpleNamespace(turns=turns, ending=ending, failed_calls=[], **plain | more)
+
+    episodes = [
+        episode(2),
+        episode(4, ending="limited"),
+        episode(9, ending="limited", error=OSError(), is_overlong=True),
+    ]
+    metrics = Metrics()
+    log_episodes(metrics, episodes, None, torch.tensor([True, True, False]), [], {})
+    found = metrics.compute(torch.clone, torch.clone)
+    assert (found["episodes/turns"], found["episodes/limited"]) == (3, 0.5)
+    assert (found["episodes/overlong"], found["episodes/failed"]) == (0, 1)
