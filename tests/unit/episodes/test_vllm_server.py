@@ -160,8 +160,7 @@ def test_server_that_is_gone_raises_after_the_timeout(server, loaded):
     server.start()
 
 
-def test_slow_completions_are_waited_for_while_the_server_runs(server, loaded, monkeypatch):
-    monkeypatch.setattr(vllm_server, "LIFE", 0.1)
+def test_slow_completions_are_waited_for_while_the_server_runs(server, loaded):
     loaded.timeout = 0.2
     server.delay = 0.5
     assert len(loaded.sample("run-1", REQUESTS)) == 20
@@ -213,7 +212,7 @@ def test_unanswered_request_ends_although_the_server_runs(
         VLLMError, match=r"No answer from .* within `vllm_server_timeout=0.3` s \(Timeout"
     ):
         ask[path]()
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 10  # a machine may be busy; an answer would take 60 s
 
 
 def test_gateway_that_times_out_again_and_again_ends_the_wait(server, loaded, monkeypatch):
