@@ -122,7 +122,7 @@ def ppo(
             old.logprobs,
             result.advantages,
             old_values=old.values,
-            returns=result.targets,
+            targets=result.targets,
         )
 
         # 6. Epochs of minibatches of one micro-batch; tokens that became twice or half as likely

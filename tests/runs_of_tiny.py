@@ -108,9 +108,9 @@ def rollout(rows=4, lengths=None, critic=True, seed=0, **coefficients):
         torch.randn(shape, generator=generator, dtype=torch.float64) * batch.completion_mask
         for _ in range(5)
     ]
-    old_logprobs, ref_logprobs, advantages, old_values, returns = tensors
+    old_logprobs, ref_logprobs, advantages, old_values, targets = tensors
     if critic:
-        values = {"old_values": old_values, "returns": returns}
+        values = {"old_values": old_values, "targets": targets}
     else:
         values = {}
     return Rollout(batch, mask, old_logprobs, advantages, ref_logprobs, **values, **coefficients)

@@ -144,7 +144,7 @@ def test_episodes_cut_by_a_limit_have_the_returns_of_uncut_ones(
         # of all steps only the last one is worse than its value, by what would have followed
         if not bootstraps:
             expected -= GAMMA * VALUE * (GAMMA * 0.8) ** torch.arange(turns).flip(0)
-        torch.testing.assert_close(rollout.returns[row][starts[row]], expected)
+        torch.testing.assert_close(rollout.targets[row][starts[row]], expected)
     if bootstraps:
         assert rollout.advantages.abs().max() < 1e-5
 
@@ -277,8 +277,8 @@ def test_new_critic_is_fitted_when_scores_first_differ(tmp_path):
 
     # its first values are fitted in the units of its targets
     mask = rollout.response_mask
-    errors = (rollout.returns - rollout.old_values)[mask]
-    assert errors.square().mean() < rollout.returns[mask].var()
+    errors = (rollout.targets - rollout.old_values)[mask]
+    assert errors.square().mean() < rollout.targets[mask].var()
 
     # a run that resumes between the two ends bit for bit the same
     again = trainer(tmp_path / "again", None, equal_first, **settings)
@@ -344,7 +344,7 @@ def test_truncated_completions_bootstrap_if_they_are_told_to(tmp_path, bootstrap
             expected = VALUE * (1 - GAMMA**left)
         else:
             expected = torch.full(left.shape, VALUE)
-        torch.testing.assert_close(rollout.returns[row, : len(left)], expected)
+        torch.testing.assert_close(rollout.targets[row, : len(left)], expected)
 
 
 def test_nothing_is_added_to_scores_of_truncated_completions_as_a_whole(
@@ -366,7 +366,7 @@ def test_nothing_is_added_to_scores_of_truncated_completions_as_a_whole(
         run = trainer(tmp_path, reward_funcs=list(rewards), **settings | more)
         rollout, samples = first_rollout(run, VALUE)
         last = torch.stack(
-            [row[mask][-1] for row, mask in zip(rollout.returns, rollout.response_mask)]
+            [row[mask][-1] for row, mask in zip(rollout.targets, rollout.response_mask)]
         )
         return last, samples.stopped
 
@@ -418,7 +418,7 @@ def test_nothing_is_added_to_the_final_reward_of_a_truncated_episode(tmp_path):
         assert total == 5.0 + episode.turns
     starts, _ = ppo_math.turn_starts(rollout.sequences.turns)
     last_turn = starts & (starts.cumsum(1) == starts.sum(1, keepdim=True))
-    torch.testing.assert_close(rollout.returns[last_turn], torch.full((8,), 6.0))
+    torch.testing.assert_close(rollout.targets[last_turn], torch.full((8,), 6.0))
 
 
 @pytest.mark.parametrize("critic", ["head", "side", "adapter"])

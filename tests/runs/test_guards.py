@@ -186,7 +186,7 @@ def test_nonfinite_forwards_taint_no_gradient(tmp_path, settings):
     assert (samples.sequences.completion_ids == BAD_TOKEN).any(1).equal(bad)
     assert not (rollout.sequences.completion_ids == BAD_TOKEN).any()
     assert all(
-        x.isfinite().all() for x in (rollout.old_logprobs, rollout.advantages, rollout.returns)
+        x.isfinite().all() for x in (rollout.old_logprobs, rollout.advantages, rollout.targets)
     )
 
 

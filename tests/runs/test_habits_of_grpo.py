@@ -408,7 +408,7 @@ def test_top_entropy_quantile_keeps_the_tokens_of_grpo(tmp_path, quantile):
     entropies = samples.tokens.entropies
     grpo = GRPOTrainer.get_high_entropy_mask(built, entropies, mask, 1 - quantile)
     assert torch.equal((rollout.advantages != 0) & mask, grpo)
-    assert rollout.value_weights is None and (rollout.returns[mask] != 0).any()
+    assert rollout.value_weights is None and (rollout.targets[mask] != 0).any()
 
 
 def test_two_ranks_mask_log_and_evaluate_as_one(tmp_path):

@@ -378,7 +378,7 @@ def test_normalizing_scales_rewards_where_they_enter(tmp_path):
         seen_ends = torch.cat([seen_ends, ends])
         shaped = tokens.scatter_add(1, last, -seen_ends.mean().expand_as(ends)) / seen_totals.std()
         torch.testing.assert_close(
-            rollout.returns, shaped.flip(1).cumsum(1).flip(1), rtol=1e-4, atol=1e-5
+            rollout.targets, shaped.flip(1).cumsum(1).flip(1), rtol=1e-4, atol=1e-5
         )
 
 
@@ -392,9 +392,9 @@ def test_normalizing_adds_no_reward_after_the_last_one_earned(tmp_path):
     rollouts = rollouts_of(built)
     built.train()
     (rollout, samples), deviation = rollouts[0], built.run_state.scores[""].sample_deviation
-    torch.testing.assert_close(rollout.returns[:, 0], samples.scored.totals / deviation)
+    torch.testing.assert_close(rollout.targets[:, 0], samples.scored.totals / deviation)
     torch.testing.assert_close(
-        rollout.returns[:, 1:], torch.zeros_like(rollout.returns[:, 1:]), rtol=0, atol=1e-5
+        rollout.targets[:, 1:], torch.zeros_like(rollout.targets[:, 1:]), rtol=0, atol=1e-5
     )
 
 

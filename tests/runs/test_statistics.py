@@ -135,7 +135,7 @@ def test_one_broken_score_does_not_set_the_unit_of_the_others(tmp_path, critic, 
         and rollout.old_values[others].abs().max() < 10
     )
     # it is learned from, up to a bound
-    assert rollout.advantages[3].max() == rollout.returns[3].max() == 100
+    assert rollout.advantages[3].max() == rollout.targets[3].max() == 100
 
 
 @pytest.mark.parametrize("size", [500.0, 1e6])

@@ -536,7 +536,7 @@ def test_tokens_have_the_advantage_of_their_turn(tmp_path, level, critic, enviro
         torch.testing.assert_close(got[turn], (torch.tensor(expected)[numbers] - known)[turn])
         if critic != "none":
             torch.testing.assert_close(
-                rollout.returns[row, starts], torch.tensor(expected) + torch.tensor(values)
+                rollout.targets[row, starts], torch.tensor(expected) + torch.tensor(values)
             )
         if weights is not None:
             assert weights[row].nonzero()[:, 0].tolist() == starts
@@ -548,7 +548,7 @@ def test_tokens_have_the_advantage_of_their_turn(tmp_path, level, critic, enviro
         )
     else:
         assert critic == "none" or (
-            level == "both" and rollout.returns.count_nonzero() > 3 * len(rollout)
+            level == "both" and rollout.targets.count_nonzero() > 3 * len(rollout)
         )
 
 

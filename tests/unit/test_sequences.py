@@ -16,7 +16,7 @@ from trl_ppo_ext.sequences import ROLES, Sequences
 PAD = 99
 PROMPTS = [[11, 12, 13], [21], [31, 32], [41, 42, 43, 44]]
 COMPLETIONS = [[15], [25, 26, 27], [35, 36, 37, 38, 39], [45, 46]]
-TENSORS = ["response_mask", "old_logprobs", "advantages", "ref_logprobs", "old_values", "returns"]
+TENSORS = ["response_mask", "old_logprobs", "advantages", "ref_logprobs", "old_values", "targets"]
 
 
 def sequences(rows=range(4), pad=PAD):

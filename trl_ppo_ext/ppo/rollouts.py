@@ -119,7 +119,7 @@ class Rollout:
     advantages: Tensor
     ref_logprobs: Tensor | None = None  # under the reference; None without a KL penalty
     old_values: Tensor | None = None  # outputs of the critic; None without one
-    returns: Tensor | None = None  # its targets, in its units
+    targets: Tensor | None = None  # what it is to output; None without one
     # 1 where the policy learns; None where all tokens do that count
     policy_mask: Tensor | None = None
     value_weights: Tensor | None = None  # in the loss of the values; None if all are 1
@@ -144,7 +144,7 @@ class Rollout:
             advantages=advantages,
             ref_logprobs=samples.tokens.ref_logprobs,
             old_values=credit.outputs,
-            returns=None if credit.critic is None else credit.critic.targets,
+            targets=None if credit.critic is None else credit.critic.targets,
             policy_mask=None if learns_everywhere else credit.policy_mask,
             value_weights=credit.value_weights,
             # a KL in the loss weighs as much as one in the reward

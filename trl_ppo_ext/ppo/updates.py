@@ -103,11 +103,11 @@ def ppo_loss(
 
     # 2. Squared error of the values, with a mean of its own if the critic learns from more tokens.
     critic_loss: Tensor | float = 0.0
-    if scores.values is not None and rollout.old_values is not None and rollout.returns is not None:
+    if scores.values is not None and rollout.old_values is not None and rollout.targets is not None:
         value = ppo_math.clipped_value_loss(
-            scores.values, rollout.old_values, rollout.returns, cliprange_value
+            scores.values, rollout.old_values, rollout.targets, cliprange_value
         )
-        is_clipped = value.detach() > 0.5 * (scores.values.detach() - rollout.returns) ** 2
+        is_clipped = value.detach() > 0.5 * (scores.values.detach() - rollout.targets) ** 2
         if rollout.value_weights is not None:
             value = rollout.value_weights * value
             is_clipped = rollout.value_weights * is_clipped

@@ -68,7 +68,7 @@ def loss_by_hand(scores, rollout, settings, aggregation):
                 surrogate = torch.maximum(surrogate, settings["dual_clip"] * advantage)
             value = scores.values[place]
             old_value = rollout.old_values[place]
-            target = rollout.returns[place]
+            target = rollout.targets[place]
             bound = settings.get("cliprange_value", math.inf)
             clipped = old_value + (value - old_value).clamp(-bound, bound)
             error = torch.maximum((value - target) ** 2, (clipped - target) ** 2)
@@ -125,7 +125,7 @@ def test_loss_at_ratio_one_is_minus_the_mean_advantage():
 
 def test_loss_of_exact_values_is_the_policy_loss():
     batch = rollout()
-    scores = token_scores(batch)._replace(values=batch.returns, entropies=None, kls=None)
+    scores = token_scores(batch)._replace(values=batch.targets, entropies=None, kls=None)
     loss, metrics = ppo_loss(scores, batch, **CLIP, vf_coef=10.0)
     close(loss, ppo_loss(scores._replace(values=None), batch, **CLIP)[0])
     assert not metrics["loss/value"].any()
@@ -184,7 +184,7 @@ def test_metrics_by_hand():
         ref_logprobs=torch.full_like(ratios, -1),
         advantages=torch.tensor([[1.0, -1.0, 1.0, -2.0]], dtype=torch.float64),
         old_values=torch.tensor([[0.0, 2.0, 0.0, 0.0]], dtype=torch.float64),
-        returns=torch.tensor([[3.0, 2.0, 1.0, 0.0]], dtype=torch.float64),
+        targets=torch.tensor([[3.0, 2.0, 1.0, 0.0]], dtype=torch.float64),
         kl_coef=1e-9,  # without a coefficient the KL is not computed
     )
     scores = TokenScores(
@@ -481,7 +481,7 @@ def test_policy_mask_hides_tokens_from_the_policy_only(build, aggregation):
         close(sum(parts), loss_of(of_step, masked_rows(masked, step))[0])
     logged = updates.metrics.compute(alone, alone)
     tokens = batch.response_mask
-    value = 0.5 * (scores.values - batch.returns) ** 2
+    value = 0.5 * (scores.values - batch.targets) ** 2
     assert logged["loss/value"] == pytest.approx(value[tokens].mean().item(), rel=1e-5)
     assert logged["ratio/mean"] == pytest.approx(
         (scores.logprobs - batch.old_logprobs).exp()[policy_mask].mean().item()
