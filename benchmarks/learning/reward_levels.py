@@ -5,6 +5,7 @@ over 12 rollouts of 64 completions, at a rate of 1e-3 and a lower KL coefficient
     python benchmarks/learning/reward_levels.py --rewards pairs --levels token --seeds 0
     python benchmarks/learning/reward_levels.py --rewards regression --levels token --rivals ReBN
     python benchmarks/learning/reward_levels.py --table
+    python benchmarks/learning/reward_levels.py --table --rewards regression --goal 0.59
 
 Reward models, all taught VADER's opinion of what the base writes:
 
@@ -27,6 +28,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -235,14 +237,20 @@ def spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f} ± {margin(values):.2f}"
 
 
-def table(runs: list[dict]) -> str:
-    """Markdown table of levels per reward model."""
+def table(
+    runs: list[dict], rewards: Sequence[str] = REWARDS, given_goal: float | None = None
+) -> str:
+    """Markdown table of levels per reward model.
+
+    Completions are those to a given goal, or else to the score that PPO ends with if it is paid at
+    the end.
+    """
     lines = [
         "| reward model | paid at | rival | seeds | reward of the run | last 3 rollouts | completions | KL | "
         "judge | explained | foreseen |",
         "|---|---|---|---|---:|---:|---|---:|---:|---:|---:|",
     ]
-    for name, level, rival in product(REWARDS, LEVELS, RIVALS):
+    for name, level, rival in product(rewards, LEVELS, RIVALS):
         group = [x for x in runs if (x["reward model"], x["level"]) == (name, level)]
         group = [x for x in group if x["settings"] == RIVALS[rival]]
         group = sorted(group, key=lambda x: x["seed"])
@@ -254,7 +262,7 @@ def table(runs: list[dict]) -> str:
             for x in runs
             if (x["reward model"], x["level"]) == (source, "end") and not x["settings"]
         }
-        goal = statistics.mean(by_seed.values())
+        goal = statistics.mean(by_seed.values()) if given_goal is None else given_goal
 
         def late(metric: str, group: list[dict] = group) -> list[float]:
             return [statistics.mean(x["logged"][metric][-AT_END:]) for x in group]
@@ -293,6 +301,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
     parser.add_argument("--rivals", nargs="*", default=["PPO"], choices=RIVALS)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--goal", type=float, help="score to which completions are counted")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
@@ -306,7 +315,7 @@ def main() -> None:
             if key(wanted) not in map(key, runs):
                 runs.append(train(name, level, seed, **settings))
                 RESULTS.write_text("[" + ",\n".join(map(json.dumps, runs)) + "]\n")
-    print(table(runs))
+    print(table(runs, options.rewards, options.goal))
 
 
 if __name__ == "__main__":
