@@ -104,7 +104,7 @@ def settle_trainer_arguments(
     )
     _check_sampling(args, environments)
     _check_prompts_of_roles(args, environments)
-    _check_datasets(args, train_dataset, curriculum)
+    _check_datasets(args, train_dataset, eval_dataset, curriculum)
     if environments.rollout_func is None:  # it may return columns
         if environments.has_instances:
             others = ["environments"]
@@ -217,11 +217,20 @@ def _check_prompts_of_roles(args: PPOConfig, environments: Environments) -> None
         )
 
 
-def _check_datasets(args: PPOConfig, train_dataset: Any, curriculum: Callable | None) -> None:
-    """Raise for a dict of datasets, and for rows whose scores come too late for a curriculum."""
+def _check_datasets(
+    args: PPOConfig, train_dataset: Any, eval_dataset: Any, curriculum: Callable | None
+) -> None:
+    """Raise for a dict of datasets, for none to evaluate, and for rows whose scores come too late
+    for a curriculum."""
     if isinstance(train_dataset, dict):
         raise TypeError(
             "`train_dataset` is a dict; pass one of its datasets, such as `dataset['train']`."
+        )
+    if args.evaluates and eval_dataset is None:
+        raise ValueError(
+            f"`eval_strategy` is {str(args.eval_strategy)!r} and `eval_on_start` "
+            f"{args.eval_on_start}, but there is nothing to evaluate; pass an `eval_dataset`, or "
+            "omit both."
         )
     if curriculum is not None and (
         isinstance(train_dataset, IterableDataset) or args.vllm_options.overlap_rollouts

@@ -32,9 +32,8 @@ from .trl_names import (
     TABLES,
     TRLFields,
     applied,
-    as_mapping,
+    merged,
     moved,
-    overridden,
     remedy_of,
 )
 
@@ -754,6 +753,11 @@ class PPOConfig(TRLFields, TrainingArguments):
             )
 
     @property
+    def evaluates(self) -> bool:
+        """Whether a run evaluates, be it only before its first step."""
+        return self.eval_strategy != "no" or self.eval_on_start
+
+    @property
     def why_paid_at_end(self) -> str | None:
         """Why reward models must pay their score at the end, whatever their prefixes tell."""
         if self.gamma != 1:
@@ -1085,14 +1089,7 @@ class PPOConfig(TRLFields, TrainingArguments):
                 f"Unknown preset {name!r}; choose one of {', '.join(map(repr, PRESETS))}."
             )
         of_paper = yaml.safe_load(PRESETS[name].read_text(encoding="utf-8"))
-        kept = overridden(of_paper, overrides)
-        settings = kept | overrides
-        # a mapping replaces the keys that it has
-        for key, of_preset in (of_paper | kept).items():
-            own = as_mapping(overrides.get(key))
-            if isinstance(of_preset, dict) and own is not None:
-                settings[key] = of_preset | own
-        return cls(output_dir, **settings)
+        return cls(output_dir, **merged(of_paper, overrides))
 
 
 # of the Trainer's fields; ours have theirs beside them

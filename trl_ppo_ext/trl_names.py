@@ -249,6 +249,18 @@ def overridden(defaults: Settings, overrides: Settings) -> Settings:
     return kept
 
 
+def merged(defaults: Settings, overrides: Settings) -> Settings:
+    """Settings, of a preset or a file, with those that override them; of two mappings the keys."""
+    kept = overridden(defaults, overrides)
+    settings = kept | overrides
+    for key, value in (defaults | kept).items():
+        of_default = as_mapping(value)
+        own = as_mapping(overrides.get(key))
+        if of_default is not None and own is not None:
+            settings[key] = of_default | own
+    return settings
+
+
 def moved(config: Any, kwargs: Settings) -> Settings | None:
     """Set the fields of PPOConfig that are keys of `generation_kwargs`, and return the others."""
     _set(

@@ -621,6 +621,14 @@ def test_best_metric_that_is_never_logged_raises_before_the_run(tmp_path, metric
     build(tmp_path, given, **settings | {"eval_strategy": "no"})
 
 
+@pytest.mark.parametrize(
+    "settings", [{"eval_on_start": True}, {"eval_strategy": "steps", "eval_steps": 1}]
+)
+def test_run_without_rows_to_evaluate_is_refused(tmp_path, settings):
+    with pytest.raises(ValueError, match=r"nothing to evaluate; pass an `eval_dataset`"):
+        build(tmp_path, {}, **settings)
+
+
 def test_every_metric_of_an_evaluation_may_choose_the_best_model(tmp_path):
     watched = [lambda completions, **kwargs: [1.0] * len(completions)]
     for evaluation, folder in ((prompts(), "one"), ({"easy": prompts()}, "two")):

@@ -26,7 +26,7 @@ from ..modeling.loading import hub_kwargs, load_config
 from ..redaction import shortened, shown
 from ..rewards import RewardAdapter, RewardFunc
 from ..trainer import PPOTrainer
-from ..trl_names import NAMES, TABLES, overridden, remedy_of
+from ..trl_names import NAMES, TABLES, merged, remedy_of
 
 logger = logging.get_logger(__name__)
 
@@ -226,11 +226,10 @@ def parse(
             raise ValueError("\n- ".join(problems))
         # without defaults: what is given beside a name of TRL must not differ from it
         line = {name: value for name, value in vars(typed).items() if value is not None}
-        kept = overridden(written, line)
-        given = line.keys() | kept.keys() | _required_names(types)
+        settings = merged(written, line)
+        given = settings.keys() | _required_names(types)
         values = {name: value for name, value in vars(namespace).items() if name in given}
-        if "generation_kwargs" in kept.keys() - line.keys():
-            values["generation_kwargs"] = kept["generation_kwargs"]
+        values |= {name: x for name, x in settings.items() if isinstance(x, dict)}
         model, script, args = cast(tuple, parser.parse_dict(values, allow_extra_keys=True))
     except (
         argparse.ArgumentError,
@@ -465,10 +464,20 @@ def trainer_arguments(
         kwargs["train_dataset"] = get_split(
             splits, script.dataset_train_split, "dataset_train_split"
         )
-    elif args.eval_strategy != "no":
-        raise ValueError("Without `dataset_name`, `eval_strategy` must be 'no'; give a dataset.")
-    if args.eval_strategy != "no":
-        kwargs["eval_dataset"] = get_split(splits, script.dataset_test_split, "dataset_test_split")
+    elif args.evaluates:
+        raise ValueError(
+            "Without `dataset_name` nothing can be evaluated; give a dataset, or omit "
+            "`eval_strategy` and `eval_on_start`."
+        )
+    test = script.dataset_test_split
+    if args.evaluates:
+        kwargs["eval_dataset"] = get_split(splits, test, "dataset_test_split")
+    elif script.eval_rows is not None or test != PPOScriptArguments.dataset_test_split:
+        logger.warning(
+            "The split %r is not evaluated, because `eval_strategy` is 'no'; set it to 'steps', or "
+            "set `eval_on_start`.",
+            test,
+        )
     return kwargs
 
 

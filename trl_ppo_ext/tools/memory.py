@@ -168,7 +168,7 @@ class MemoryEstimate:
     def batch(self) -> int:
         """Completions that are sampled and scored together, in training or evaluation."""
         completions = self.plan.completions_per_process
-        if self.args.eval_strategy == "no":
+        if not self.args.evaluates:
             return completions
         return max(completions, self.args.per_device_eval_batch_size or 0)
 

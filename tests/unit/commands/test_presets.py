@@ -96,6 +96,15 @@ def test_command_line_wins_over_another_name_in_the_file(tmp_path, written, type
     assert getattr(args, field) == value
 
 
+@pytest.mark.parametrize("of_file", ["{lam: 0.9, warmup_steps: 3}", "'{\"lam\": 0.9}'"])
+def test_mappings_of_a_file_are_merged_with_those_of_the_line(tmp_path, of_file):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model_name_or_path: m\ndataset_name: d\ncritic_kwargs: {of_file}\n")
+    line = [str(file), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
+    _, args, _ = parse("trl-ppo train", [*line, "--critic_kwargs", '{"warmup_steps": 5}'], "")
+    assert (args.critic_options.lam, args.critic_options.warmup_steps) == (0.9, 5)
+
+
 def test_preset_takes_overrides_of_its_fields(tmp_path):
     made = PPOConfig.preset("n_plus", tmp_path, use_cpu=True, bf16=False, learning_rate=1e-4)
     assert (made.learning_rate, made.adam_epsilon) == (1e-4, 1e-5)

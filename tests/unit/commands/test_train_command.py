@@ -173,6 +173,19 @@ def test_run_is_evaluated_on_eval_rows(there, monkeypatch):
     )
 
 
+def test_test_split_is_evaluated_before_the_first_step(there, capsys):
+    evaluated = {"eval_on_start": True, "eval_rows": 3, "dataset_name": "splits"}
+    assert run(output_dir="at_start", max_steps=1, **evaluated) == 0
+    assert "eval" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("settings", [{"eval_rows": 3}, {"dataset_test_split": "held_out"}])
+def test_split_that_nothing_evaluates_is_warned_of(there, caplog, settings):
+    assert run("--dry_run", dataset_name="splits", **settings) == 0
+    split = settings.get("dataset_test_split", "test")
+    assert f"The split {split!r} is not evaluated, because `eval_strategy`" in caplog.text
+
+
 def test_map_function_adds_missing_prompts(there, capsys):
     mapped = {"dataset_name": "questions.jsonl", "map_function": "cli_rewards.to_prompt"}
     assert run("--dry_run", **mapped) == 0
@@ -406,7 +419,7 @@ WRONG = [
     (
         {"dataset_name": None, "environment_factory": "cli_rewards.Walk", "eval_strategy": "epoch"},
         "`dataset_name`",
-        "`eval_strategy` must be 'no'",
+        "nothing can be evaluated",
         "give a dataset",
     ),
     (
