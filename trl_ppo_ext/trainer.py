@@ -28,7 +28,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.integrations import apply_liger_kernel
-from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, SaveStrategy
 from transformers.utils import logging
 
 from . import distributed
@@ -809,6 +809,12 @@ class PPOTrainer(Trainer):
         )
         return output
 
+    def predict(self, *args, **kwargs) -> PredictionOutput:
+        """Sample and score rows, which are not logged."""
+        output = super().predict(*args, **kwargs)
+        self._samples.pop("eval", None)  # or a later log would take them for its own
+        return output
+
     def _compute_metrics(self, mode: str) -> dict[str, float]:
         gather = self.accelerator.gather
         return self.metrics[mode].compute(
@@ -844,7 +850,7 @@ class PPOTrainer(Trainer):
             self.control.should_log = is_due
         if samples is None or not self.accelerator.is_main_process:
             return
-        self.run_log.completions(samples, self.state, mode)
+        self.run_log.completions(samples, self.state, self._evaluated if mode == "eval" else None)
         if table is not None:
             prefix = f"{self._evaluated}_" if mode == "eval" else ""
             save_completions(table, cast(str, self.args.output_dir), step, prefix)
@@ -1226,7 +1232,10 @@ class _StepCallback(TrainerCallback):
             constructs=args.restore_callback_states_from_checkpoint,
         )
         best = resume.best_checkpoint_in(args.output_dir, checkpoint.directory)
-        if best is not None:
+        if not checkpoint.change.listed.keys().isdisjoint(files.BEST):
+            # the best by another metric, with which no value of this one may be compared
+            state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+        elif best is not None:
             state.best_model_checkpoint = best
         place = f"after step {state.global_step} of {state.max_steps}"
         trainer._tell(f"resumed: {checkpoint.directory}, {place}")

@@ -67,6 +67,17 @@ def test_copied_run_keeps_its_best_checkpoint(copy):
     assert names(copy) == ["checkpoint-1"]  # as a run ends that loads the best one
 
 
+@pytest.mark.parametrize(
+    "change", [{"metric_for_best_model": "eval_entropy"}, {"greater_is_better": False}]
+)
+def test_run_that_resumes_with_another_metric_forgets_the_best_checkpoint(copy, change):
+    """No value of one may be compared with one of the other."""
+    again = best_at_first(copy, max_steps=3, **change)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_global_step == again.best_step == 3
+    assert names(copy) == ["checkpoint-3"]
+
+
 def test_moved_run_keeps_its_best_checkpoint(tmp_path):
     """The Trainer forgets a path that is gone."""
     best_at_first(tmp_path / "before", save_total_limit=2, load_best_model_at_end=False).train()

@@ -183,11 +183,13 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
 # settings with which a run may go on and be the same run; if its minibatches stay, also how they
 # are cut
 CUT = {"per_device_train_batch_size", "gradient_accumulation_steps"}
-TUNABLE = set(
+# what the best checkpoint is
+BEST = {"greater_is_better", "metric_for_best_model"}
+TUNABLE = BEST | set(
     "adam_beta1 adam_beta2 adam_epsilon critic_learning_rate learning_rate lr_scheduler_kwargs "
     "lr_scheduler_type max_grad_norm max_steps num_train_epochs warmup_steps weight_decay".split()
 )
-# fields of TrainingArguments that change the result
+# fields of TrainingArguments that change the result, or what is made of it
 TRAINER_SETTINGS = CUT | TUNABLE | {"bf16", "data_seed", "fp16", "optim", "optim_args", "seed"}
 # fields of PPOConfig that change nothing, or must not be written to a file
 NOT_COMPARED = set(
@@ -261,7 +263,7 @@ class SettingsChange(NamedTuple):
         else:
             tunable = TUNABLE
         if current["zero_stage"] is not None:  # DeepSpeed loads rates and schedule with its state
-            tunable = set()
+            tunable = BEST
         return cls(listed, set(listed) - tunable)
 
 

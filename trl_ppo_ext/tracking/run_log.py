@@ -124,7 +124,6 @@ class RunLog(TrainerCallback):
         self.plan = plan
         self._path: str | None = None  # set on the main process when training begins
         self._due: dict[str, float] = {}  # step of the next entry with completions, by mode
-        self._evaluated = "eval"  # set of the last log; "eval_NAME" in a dict of sets
         self._warned = False
 
     def on_train_begin(
@@ -159,8 +158,6 @@ class RunLog(TrainerCallback):
     ) -> None:
         """Log the metrics of the Trainer's log."""
         self._append("metrics", state, metrics=logs)
-        evaluation = evaluation_of(logs) or ""
-        self._evaluated = evaluation if evaluation.startswith("eval") else "eval"
 
     def on_train_end(
         self, args: PPOConfig, state: TrainerState, control: Any, **kwargs: Any
@@ -172,11 +169,18 @@ class RunLog(TrainerCallback):
         """Log the step of the checkpoint whose weights the run ends with."""
         self._append("best", TrainerState(global_step=step))
 
-    def completions(self, samples: Samples, state: TrainerState, mode: str) -> None:
-        """Log some completions with their scores, at most every sixtieth of the run."""
+    def completions(self, samples: Samples, state: TrainerState, evaluated: str | None) -> None:
+        """Log some completions with their scores, at most every sixtieth of the run.
+
+        Those of an evaluation have the prefix of its metrics.
+        """
         step = state.global_step
-        if mode == "eval":
-            mode = self._evaluated
+        if evaluated is None:
+            mode = "train"
+        elif evaluated.startswith("eval"):
+            mode = evaluated
+        else:
+            mode = f"eval_{evaluated}"
         if self._path is None or (step < self._due.get(mode, 0) and step < state.max_steps):
             return
         self._due[mode] = step + max(state.max_steps / TIMES, 1)

@@ -207,6 +207,19 @@ def timed_reward(completion_ids, log_metric, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
 
+def test_rows_of_a_script_are_not_logged_as_those_of_an_evaluation(tmp_path):
+    """What a script evaluates under a name of its own has a sheet of its own, predictions none."""
+    args = config(tmp_path / "run", max_steps=1, eval_strategy="steps", eval_steps=1)
+    data = prompts(), prompts(2)
+    built = PPOTrainer(llama(), length_reward, args, *data, processing_class=tokenizer())
+    built.train()
+    built.evaluate(prompts(3), metric_key_prefix="test")
+    built.predict(prompts(4), metric_key_prefix="eval")
+    built.log({"own": 1.0})
+    sheets = {(x.step, x.mode): len(x.rows) for x in read_run(args.output_dir).sheets}
+    assert (sheets[1, "eval"], sheets[1, "eval_test"]) == (2, 3)
+
+
 @pytest.mark.parametrize("sets", [["eval"], ["eval_easy", "eval_hard"]])
 def test_metric_named_runtime_does_not_end_an_evaluation(tmp_path, capsys, sets):
     args = config(tmp_path / "run", max_steps=1, eval_strategy="steps", eval_steps=1)
