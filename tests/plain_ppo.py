@@ -335,6 +335,7 @@ class Outputs(NamedTuple):
     k1: Tensor  # the same by k1
     predictions: Tensor | None  # outputs of the critic, before `Units` make them values
     fit_inputs: Tensor | None = None  # inputs of the first fit, [response, inputs]
+    left_out: Tensor | None = None  # predictions of a first fit to other samples only
 
 
 # 1. ---- forward
@@ -374,15 +375,16 @@ def side_inputs(
     earned: PerToken,
     settings: Settings,
 ) -> Tensor:
-    """Inputs of the side network: states after each quarter of the layers, the position in the
-    completion, and the rewards so far."""
+    """Inputs of the side network: the state at the end of the prompt, states after each quarter of
+    the layers, the position in the completion, and the rewards so far."""
     size = states[-1].shape[-1]
     last = len(states) - 1
     layers = sorted({round(last * quarter / 4) for quarter in (1, 2, 3, 4)})
+    of_prompt = states[layers[-2]][:1].expand(len(earned), -1)
     epsilon = 2.0**-23
     parts = []
-    for layer in layers:
-        state = states[layer].detach()
+    for x in [of_prompt, *(states[layer] for layer in layers)]:
+        state = x.detach()
         mean_square = (state**2).mean(-1, keepdim=True)
         parts.append(state / (mean_square + epsilon).sqrt())
     # Positions and rewards are scaled to about the norm of a state, which grows with its size.
@@ -393,13 +395,15 @@ def side_inputs(
     return torch.cat([*parts, scale * positions, scale * rewards], -1)
 
 
-def seen_first(inputs: Tensor, settings: Settings) -> Tensor:
-    """Inputs of the first fit: 256 fixed random directions of the side network's inputs, and the
-    position."""
+def seen_first(inputs: Tensor, size: int, settings: Settings) -> Tensor:
+    """Inputs of the first fit: 256 fixed random directions of the prompt's state, 256 of all else
+    that the side network reads, and the position."""
     generator = torch.Generator().manual_seed(0)
-    directions = torch.randn(256, inputs.shape[1], generator=generator).double()
-    projected = inputs @ directions.T
-    return torch.cat([projected, waves(len(inputs), settings)], 1)
+    projected = []
+    for part in (inputs[:, :size], inputs[:, size:]):
+        directions = torch.randn(256, part.shape[1], generator=generator).double()
+        projected.append(part @ directions.T)
+    return torch.cat([*projected, waves(len(inputs), settings)], 1)
 
 
 def forward(
@@ -445,7 +449,7 @@ def forward(
         states = [x[0, response] for x in body.hidden_states]
         if settings.critic == "side":
             inputs = side_inputs(states, sample.earned, settings)
-            fit_inputs = seen_first(inputs, settings)
+            fit_inputs = seen_first(inputs, states[-1].shape[-1], settings)
         else:
             inputs = states[-1]
         predictions = models.value_head(inputs)[:, 0]
@@ -556,6 +560,45 @@ def fit_new(
 ) -> None:
     """Fit the returns by ridge regression on [`seen_first`], and add the fit to the predictions.
 
+    The baseline of a sample has predictions without its return: of a fit to the other fifteen parts
+    of the samples, by their number in the rollout. What is read from prompts counts as far as these
+    predictions fit the returns: by the slope of a line through 0, between 0 and 1.
+    """
+    from_prompts = []
+    from_others = []
+    errors = []
+    for number, sample in enumerate(samples):
+        others = []
+        for i, other in enumerate(samples):
+            if i % 16 != number % 16:
+                others.append(other)
+        weights = ridge(models, others, settings)
+        from_prompt = sample.old.fit_inputs[:, :256] @ weights[:256]
+        from_other = sample.old.fit_inputs[:, 256:] @ weights[256:]
+        targets = [models.units.in_units(outcome) for outcome in sample.outcomes]
+        from_prompts.append(from_prompt)
+        from_others.append(from_other)
+        errors.append(torch.tensor(targets, dtype=torch.float64) - from_other)
+    read = torch.cat(from_prompts)
+    slope = (read @ torch.cat(errors) / (read @ read)).clamp(0, 1)
+
+    models.first_fit = ridge(models, samples, settings)
+    models.first_fit[:256] *= slope
+    for sample, from_prompt, from_other in zip(samples, from_prompts, from_others):
+        before = sample.old.predictions
+        sample.old = sample.old._replace(
+            predictions=before + sample.old.fit_inputs @ models.first_fit,
+            left_out=before + from_other + slope * from_prompt,
+        )
+
+
+def ridge(
+    models: Models,
+    samples: list[Sample],
+    settings: Settings,
+) -> Tensor:
+    """Weights of a ridge regression of the returns.
+
     The regression has one more completion, of maximum length. Its targets and its inputs are 0,
     except for the inputs of the position. So there is also a fit at positions that no sample
     reaches.
@@ -582,10 +625,7 @@ def fit_new(
     rows = torch.cat([inputs, extra, penalty])
     zeros = torch.zeros(len(rows) - len(targets), dtype=torch.float64)
     right_side = torch.cat([targets, zeros])[:, None]
-    models.first_fit = torch.linalg.lstsq(rows, right_side).solution[:, 0]
-    for sample in samples:
-        predictions = sample.old.predictions + sample.old.fit_inputs @ models.first_fit
-        sample.old = sample.old._replace(predictions=predictions)
+    return torch.linalg.lstsq(rows, right_side).solution[:, 0]
 
 
 def usual_scores(samples: list[Sample]) -> list[float]:
@@ -855,8 +895,10 @@ def advantages_of_critic(
     # are.
     bootstraps = alpha is not None or policy_lambda < 1
     for sample in samples:
-        predictions = sample.old.predictions.tolist()
-        sample.values = [units.value(x) for x in predictions]
+        predictions = sample.old.predictions
+        if sample.old.left_out is not None:
+            predictions = sample.old.left_out
+        sample.values = [units.value(x) for x in predictions.tolist()]
         sample.baseline = sample.values
         sample.explains = sample.values
     if settings.normalize_values and bootstraps:

@@ -24,6 +24,7 @@ class Packed(NamedTuple):
     rows: int
     longest: int
     reads: Tensor  # token before each sampled one, whose state predicts it and holds its value
+    prompt_ends: Tensor  # last token of the prompt of each sampled one
 
     def pad(self, x: Tensor) -> Tensor:
         """Rows padded on the right, `[rows, longest, ...]`, of `[tokens, ...]`."""
@@ -185,13 +186,17 @@ class Sequences:
         positions = columns - (width - self.prompt_lengths)[rows]
         # of tokens of completions, from 1
         numbers = is_token.flatten().cumsum(0).view_as(is_token)[:, width:]
+        starts = nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+        prompt_ends = starts[:-1] + self.prompt_lengths - 1
+        of_sampled = self._turns.nonzero(as_tuple=True)[0]
         return Packed(
             self.input_ids.take(send(rows * is_token.shape[1] + columns)),
             send(positions),
             None if is_token.sum() == size * longest else send(rows * longest + positions),
-            send(nn.functional.pad(self.lengths.cumsum(0), (1, 0)).int()),
+            send(starts.int()),
             *(size, longest),
             send(numbers[self._turns.bool()] - 2),
+            send(prompt_ends[of_sampled]),
         )
 
     @property

@@ -273,7 +273,7 @@ def test_new_critic_is_fitted_when_scores_first_differ(tmp_path):
     run.train()
     (before, first), (fit, rollout), (later, _) = seen
     assert not before.any() and fit.any() and torch.equal(later, fit)
-    assert not first.advantages.any() and not first.returns.any()
+    assert not first.advantages.any() and not first.targets.any()
 
     # its first values are fitted in the units of its targets
     mask = rollout.response_mask

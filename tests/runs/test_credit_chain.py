@@ -92,7 +92,7 @@ def test_step_from_outside_changes_what_is_learned(tmp_path):
         run.train()
     plain, changed = (rollouts[0][0] for rollouts in collected)
     assert torch.equal(plain.sequences.completion_ids, changed.sequences.completion_ids)
-    assert torch.equal(plain.returns, changed.returns)
+    assert torch.equal(plain.targets, changed.targets)
     assert torch.equal(changed.advantages[::2], plain.advantages[::2])
     assert plain.advantages[1::2].any() and not changed.advantages[1::2].any()
 

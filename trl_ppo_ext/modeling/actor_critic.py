@@ -2,7 +2,7 @@
 states, or own adapter)."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -436,7 +436,7 @@ class ActorCritic(nn.Module):
             with torch.no_grad(), self.reference():
                 ref_hidden = self._hidden_states(sequences.for_reference)
         critic = self.value_head if with_values else None
-        hidden, *states = self._read_layers(sequences, [] if critic is None else critic.layers)
+        hidden, states = self._read_layers(sequences, critic)
         scores = self._project(
             hidden, sequences, temperature, with_entropy=with_entropy, ref_hidden=ref_hidden
         )
@@ -445,7 +445,7 @@ class ActorCritic(nn.Module):
                 ref_logprobs=self._project(ref_hidden, sequences, temperature).logprobs
             )
         if critic is not None:
-            inputs = self._critic_inputs(critic, sequences, states or [hidden])
+            inputs = self._critic_inputs(critic, sequences, states)
             with torch.autocast(hidden.device.type, enabled=False):
                 values = critic(inputs)
             if values.shape != inputs.shape[:1]:
@@ -460,8 +460,8 @@ class ActorCritic(nn.Module):
     def read_critic(self, sequences: Sequences, read: Callable[[Tensor], Tensor]) -> Tensor:
         """Run a function on what the critic reads at the sampled tokens, `[tokens, features]`."""
         critic = cast(Critic, self.value_head)
-        hidden, *states = self._read_layers(sequences, critic.layers)
-        inputs = self._critic_inputs(critic, sequences, states or [hidden])
+        hidden, states = self._read_layers(sequences, critic)
+        inputs = self._critic_inputs(critic, sequences, states)
         with torch.autocast(hidden.device.type, enabled=False):
             return read(inputs)
 
@@ -469,8 +469,7 @@ class ActorCritic(nn.Module):
         """Inputs of the critic from states of the policy, or of an adapter of its own."""
         if self.critic_adapter is not None:
             with self.adapter(self.critic_adapter):
-                hidden, *states = self._read_layers(sequences.for_critic, critic.layers)
-            states = states or [hidden]
+                _, states = self._read_layers(sequences.for_critic, critic)
         elif not self.critic_backprop:
             states = [x.detach() for x in states]
         observed = None if sequences.observed is None else sequences.pick(sequences.observed)
@@ -489,11 +488,15 @@ class ActorCritic(nn.Module):
             return read(self.trunk)
 
     def _hidden_states(self, sequences: Sequences) -> Tensor:
-        return self._read_layers(sequences, [])[0]
+        return self._read_layers(sequences)[0]
 
-    def _read_layers(self, sequences: Sequences, layers: Sequence[int]) -> list[Tensor]:
-        """Last hidden states where response tokens are predicted, and those after layers, each
-        `[tokens, hidden]`."""
+    def _read_layers(
+        self, sequences: Sequences, critic: Critic | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Last hidden states where response tokens are predicted, and the states that a critic
+        reads, each `[tokens, hidden]`."""
+        layers = [] if critic is None else list(critic.layers)
+        prompt_layers = [] if critic is None else list(critic.prompt_layers)
         packed = sequences.packed
         inputs = dict[str, Any]()
         packs = self.why_not_packed is None
@@ -511,11 +514,20 @@ class ActorCritic(nn.Module):
             ids = packed.input_ids[None]
         else:
             ids = packed.pad(packed.input_ids)
-        kept = bool(layers) and (list(layers) if SELECTS_STATES else True)
+        needed = sorted({*layers, *prompt_layers})
+        kept = bool(needed) and (needed if SELECTS_STATES else True)
         outputs = self.trunk(ids, **inputs, use_cache=False, output_hidden_states=kept)
-        read = [outputs.last_hidden_state, *(outputs.hidden_states[layer] for layer in layers)]
-        read = [x[0] if x.dim() == 4 else x for x in read]  # the active stream of Gemma 3n
-        return [(x[0] if packs else packed.unpad(x)).index_select(0, packed.reads) for x in read]
+
+        def read(x: Tensor, places: Tensor) -> Tensor:
+            x = x[0] if x.dim() == 4 else x  # the active stream of Gemma 3n
+            return (x[0] if packs else packed.unpad(x)).index_select(0, places)
+
+        hidden = read(outputs.last_hidden_state, packed.reads)
+        states = [read(outputs.hidden_states[layer], packed.reads) for layer in layers]
+        of_prompts = [
+            read(outputs.hidden_states[layer], packed.prompt_ends) for layer in prompt_layers
+        ]
+        return hidden, (states or [hidden]) + of_prompts
 
     def _project(
         self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any

@@ -14,7 +14,9 @@ from .adapters import KINDS, check_fit
 SIDE_WIDTH = 256
 SIDE_STATES = 4  # layers that the side network reads, at equal distances
 COSINES = 16
-DIRECTIONS = 256  # of the inputs, at random, in which the first fit sees them
+# of the states at the end of the prompt, and of all else, at random, in which the first fit sees
+# them
+DIRECTIONS = 256
 # in the first fit, of a weight of a direction and of a cosine, in completions
 FIRST_COSTS = 128.0, 16.0
 MOMENTS = ("returns", "rewards")  # in the file of a critic: count, mean and squares of each
@@ -73,6 +75,7 @@ class FirstFit(NamedTuple):
 
     weights: Tensor  # of a critic's inputs
     outputs: Tensor  # of the tokens that it was fitted to
+    left_out: Tensor  # the same, each by a fit to other prompts only
 
 
 class Critic(nn.Module):
@@ -90,6 +93,8 @@ class Critic(nn.Module):
 
     kind: str = "own"  # under which it is saved; a critic of another kind is not loaded
     layers: Sequence[int] = ()  # of the trunk, after which it reads states; none: the last state
+    # after which it also reads, at all tokens, the state at the end of the prompt
+    prompt_layers: Sequence[int] = ()
     learning_rate: float | None = None  # None: that of the policy
 
     def __init__(self, is_normalized: bool = True):
@@ -100,7 +105,8 @@ class Critic(nn.Module):
     # ---- what a critic must define ----
 
     def inputs(self, states: list[Tensor], positions: Tensor, observed: Tensor | None) -> Tensor:
-        """`[tokens, features]` from states `[tokens, hidden]` after each of `layers`.
+        """`[tokens, features]` from states `[tokens, hidden]` after each of `layers`, and at the end
+        of the prompt after each of `prompt_layers`.
 
         `positions` in the completion and what it observed are `[tokens]`. Gradients flow into the
         policy's adapter through states that are not detached.
@@ -205,14 +211,21 @@ def rewards_so_far(rewards: Tensor, mask: Tensor, units: Units, is_known: bool) 
     return earned.clamp(-EARNED_BOUND, EARNED_BOUND).masked_fill(~mask, 0)
 
 
+def _slope(x: Tensor, y: Tensor, all_sum: Reduction) -> Tensor:
+    """Slope of a line through 0 by least squares, from 0 to 1."""
+    sums = all_sum(torch.stack([(x * y).sum(), (x * x).sum()]))
+    return (sums[0] / sums[1].clamp(min=torch.finfo(x.dtype).tiny)).clamp(0, 1)
+
+
 class SideCritic(ValueHead):
-    """Gated MLP on states of several layers, the position in the completion, and the rewards before
-    it.
+    """Gated MLP on states of several layers, the state at the end of the prompt, the position in
+    the completion, and the rewards before it.
 
     It reads the states that the policy's forward computes anyway, and nothing flows back into them:
-    the value loss cannot pull at the policy. A return depends on how much of a completion is left,
-    so the position is an input (https://huggingface.co/papers/1712.00378), and the rewards so far
-    tell what no state of the policy holds.
+    the value loss cannot pull at the policy. States in a completion tell the next token, and little
+    of what the prompt is worth, which the state at its end tells. A return depends on how much of a
+    completion is left, so the position is an input (https://huggingface.co/papers/1712.00378), and
+    the rewards so far tell what no state of the policy holds.
 
     A step of Adam moves every weight by the learning rate, and so an output by that times the sum
     of its inputs. They are scaled to the same sum at any width of the policy
@@ -237,7 +250,9 @@ class SideCritic(ValueHead):
     ):
         super().__init__(SIDE_WIDTH, is_normalized, device)
         self.layers = side_layers(num_layers)
-        width = (len(self.layers) - 1) * hidden_size + 2 * last_size + 1
+        self.prompt_layers = [self.layers[-2]]  # a linear fit reads most from it
+        self.prompt_size = hidden_size
+        width = hidden_size + (len(self.layers) - 1) * hidden_size + 2 * last_size + 1
         self.scale = SIDE_WIDTH / width  # of the inputs
         self.first = nn.Linear(width, 2 * SIDE_WIDTH, dtype=torch.float32, device=device)
         self.first.weight.data /= self.scale
@@ -258,10 +273,13 @@ class SideCritic(ValueHead):
         return rewards_so_far(token_scores, mask, Units.of(state.rewards), is_known)
 
     def inputs(self, states: list[Tensor], positions: Tensor, observed: Tensor | None) -> Tensor:
-        """States, position and rewards so far, each as long as a state, and cosines of the
-        position for the first fit."""
-        size = states[-1].shape[-1]
-        normalized = [nn.functional.rms_norm(x.detach().float(), x.shape[-1:]) for x in states]
+        """State of the prompt, states, position and rewards so far, each as long as a state, and
+        cosines of the position for the first fit."""
+        *own, of_prompt = states
+        size = own[-1].shape[-1]
+        normalized = [
+            nn.functional.rms_norm(x.detach().float(), x.shape[-1:]) for x in (of_prompt, *own)
+        ]
         cosines = self.cosines(positions)
         position = nn.functional.pad(cosines, (0, size - COSINES))
         rewards = torch.zeros_like(cosines[:, :1]) if observed is None else observed[:, None]
@@ -305,17 +323,24 @@ class SideCritic(ValueHead):
         return nn.functional.linear(inputs, self.directions())
 
     def directions(self) -> Tensor:
-        """Random directions of the inputs, the same for all runs, and the cosines."""
-        random = torch.randn(
-            DIRECTIONS, self.first.in_features, generator=torch.Generator().manual_seed(0)
+        """Random directions of the inputs, the same for all runs, and the cosines.
+
+        Those of the prompt are apart: among all others, its state would drown.
+        """
+        generator = torch.Generator().manual_seed(0)
+        of_prompt = torch.randn(DIRECTIONS, self.prompt_size, generator=generator)
+        others = torch.randn(
+            DIRECTIONS, self.first.in_features - self.prompt_size, generator=generator
         )
-        return torch.block_diag(random, torch.eye(COSINES)).to(self.first_fit.device)
+        every = torch.block_diag(of_prompt, others, torch.eye(COSINES))
+        return every.to(self.first_fit.device)
 
     def fit(
         self,
         summaries: list[Tensor],
         targets: Tensor,
         steps: Tensor,
+        parts: Tensor,
         completions: Tensor,
         all_sum: Reduction,
     ) -> FirstFit:
@@ -324,6 +349,11 @@ class SideCritic(ValueHead):
         By ridge regression over those that are `steps`, in which a weight costs as much as so many
         completions: it takes little of few. A completion of full length with targets of 0 is added
         for the cosines, so that positions that no completion reached have a value.
+
+        A baseline of a completion must not hold its return. So there is also a fit without each
+        part of the prompts; `parts` has the number of each token's part, and `completions` how many
+        completions have steps in each one. What those fits read from prompts may hold for no
+        others, so it counts as far as it fits the prompts that were left out.
         """
         device = targets.device
         read = torch.cat(summaries)
@@ -332,25 +362,44 @@ class SideCritic(ValueHead):
             dtype = torch.float32
         else:
             dtype = torch.float64
-        sums = torch.zeros(
-            DIRECTIONS + COSINES + 1, DIRECTIONS + COSINES + 1, dtype=dtype, device=device
-        )
+        size = read.shape[1] + 1
+        sums = torch.zeros(len(completions), size, size, dtype=dtype, device=device)
         # float64 is large
-        for inputs, goals, counts in zip(*(x.split(4096) for x in (read, targets, steps))):
-            rows = torch.cat([inputs[counts], goals[counts][:, None]], 1).to(dtype)
-            sums += rows.T @ rows
-        sums[-1, -1] = completions
+        for inputs, goals, numbers in zip(*(x[steps].split(4096) for x in (read, targets, parts))):
+            rows = torch.cat([inputs, goals[:, None]], 1).to(dtype)
+            for part, sums_of_part in enumerate(sums):
+                own = rows[numbers == part]
+                sums_of_part += own.T @ own
+        sums[:, -1, -1] = completions
         sums = all_sum(sums).cpu().double()
+        whole = sums.sum(0)
+        weights = self._ridge(whole).to(read)
+        without = torch.stack([self._ridge(whole - of_part) for of_part in sums]).to(read)
+
+        def of_left_out(x: Tensor, by_part: Tensor) -> Tensor:
+            return (x @ by_part.T).gather(1, parts[:, None])[:, 0]
+
+        from_prompts = of_left_out(read[:, :DIRECTIONS], without[:, :DIRECTIONS])
+        others = of_left_out(read[:, DIRECTIONS:], without[:, DIRECTIONS:])
+        errors = (targets - others)[steps].to(dtype)
+        share = _slope(from_prompts[steps].to(dtype), errors, all_sum).to(read)
+        weights[:DIRECTIONS] *= share
+        left_out = others + share * from_prompts
+        return FirstFit(weights @ self.directions(), read @ weights, left_out)
+
+    def _ridge(self, sums: Tensor) -> Tensor:
+        """Weights of a summary, from sums of products of its entries and the targets; the last one
+        is the number of completions."""
         products = sums[:-1, :-1]
-        totals = sums[:-1, -1]
         count = sums[-1, -1].clamp(min=1)
-        costs = torch.tensor(FIRST_COSTS).repeat_interleave(torch.tensor([DIRECTIONS, COSINES]))
+        sizes = torch.tensor([len(products) - COSINES, COSINES])
+        costs = torch.tensor(FIRST_COSTS).repeat_interleave(sizes)
         # the smallest one is for a rollout without a token that counts
         ridge = torch.diag(costs / count * products.diagonal() + 1e-6)
-        everywhere = self.cosines(torch.arange(int(self.length), device=device)).cpu().double()
-        ridge[DIRECTIONS:, DIRECTIONS:] += everywhere.T @ everywhere
-        weights = torch.linalg.solve(products + ridge, totals).to(read)
-        return FirstFit(weights @ self.directions(), read @ weights)
+        positions = torch.arange(int(self.length), device=self.length.device)
+        everywhere = self.cosines(positions).cpu().double()
+        ridge[-COSINES:, -COSINES:] += everywhere.T @ everywhere
+        return torch.linalg.solve(products + ridge, sums[:-1, -1])
 
     def check(
         self,

@@ -8,7 +8,7 @@ chain.
 from dataclasses import replace
 from functools import partial
 from operator import and_
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -34,7 +34,7 @@ from .advantages import (
     objective_advantages,
     rewards_to_go,
 )
-from .baseline import MEMORY, Groups
+from .baseline import FOLDS, MEMORY, Groups
 from .metrics import Metrics, log_critic
 from .places import Information, default_lambda, enter_at
 from .rollouts import (
@@ -212,18 +212,20 @@ def estimate_by_critic(
 
     # 3. Outputs of the critic; a new one begins with a fit to this rollout.
     outputs = cast(Tensor, credit.outputs)
+    of_baseline = outputs
     is_new = critic.is_new(run.critic)
     if is_new:
-        added, state = fit_to_rollout(
-            components, samples, credit, ordinary, discounts.gamma, run.critic
+        fitted, state = fit_to_rollout(
+            components, samples, credit, ordinary, discounts.gamma, groups, run.critic
         )
-        outputs = outputs + added
+        outputs = outputs + fitted.outputs
+        of_baseline = of_baseline + fitted.left_out
         run = run._replace(critic=state)
 
     # 4. Advantages and targets.
     result, returns = gae_with_critic(
         credit.rewards,
-        outputs,
+        of_baseline,
         credit.steps,
         run.critic.returns,
         is_normalized=critic.is_normalized,
@@ -303,20 +305,29 @@ def measure_unit_of_entropy(
 # ---- parts of the critic's step ----
 
 
+class Fitted(NamedTuple):
+    """What a fit adds to the outputs of a new critic, `[batch, response]`."""
+
+    outputs: Tensor
+    left_out: Tensor  # by fits to other prompts, for the baseline
+
+
 def fit_to_rollout(
     components: Components,
     samples: Samples,
     credit: Credit,
     ordinary: Tensor,
     gamma: float | Tensor,
+    groups: Groups,
     state: CriticState,
-) -> tuple[Tensor, CriticState]:
-    """Fit a new critic to a rollout; what that adds to the outputs is `[batch, response]`."""
+) -> tuple[Fitted, CriticState]:
+    """Fit a new critic to a rollout."""
     critic = cast(SideCritic, components.actor_critic.value_head)
     summaries = read_by_critic(components, samples.sequences, critic.summary)
     # micro-batches have their own order
     order = torch.cat(micro_batches(components.args, samples.sequences)).to(credit.rewards.device)
-    added, state = fit_new_critic(
+    rows = groups.rank * len(credit.rewards) + order
+    fitted, state = fit_new_critic(
         critic,
         summaries,
         state,
@@ -325,9 +336,11 @@ def fit_to_rollout(
         samples.sequences.completion_mask[order],
         gamma=(gamma * torch.ones_like(credit.rewards))[order],
         enters=(credit.steps & ordinary[:, None])[order],
+        prompts=rows // groups.size,
         all_sum=components.all_sum,
     )
-    return added[order.argsort()], state
+    back = order.argsort()
+    return Fitted(fitted.outputs[back], fitted.left_out[back]), state
 
 
 def fit_new_critic(
@@ -339,23 +352,38 @@ def fit_new_critic(
     mask: Tensor,
     gamma: float | Tensor = 1.0,
     enters: Tensor | None = None,  # steps that the fit and its units are made of; all by default
+    prompts: Tensor | None = None,  # [batch], their numbers; each row has its own by default
     all_sum: Reduction = torch.clone,
-) -> tuple[Tensor, CriticState]:
+) -> tuple[Fitted, CriticState]:
     """Fit a new critic to the Monte Carlo returns of its first rollout; return what that adds to
     its outputs, and its state.
 
     If no token counts, or all returns are equal and so have no unit, it stays new.
     """
-    added = torch.zeros_like(rewards)
-    outcomes = ppo_math.gae(rewards, added, steps, gamma, 1.0)[1]
+    nothing = torch.zeros_like(rewards)
+    outcomes = ppo_math.gae(rewards, nothing, steps, gamma, 1.0)[1]
     enters = steps if enters is None else enters
     seen = state.returns.add(outcomes, enters, all_sum, MEMORY)
     if seen.weight == 0 or (critic.is_normalized and not seen.varies):
-        return added, state
-    targets = critic.units(seen).targets(outcomes)
-    fit = critic.fit(summaries, targets[mask], enters[mask], enters.any(1).sum(), all_sum)
-    added = added.masked_scatter(mask, fit.outputs).where(steps, 0)
-    return added, state._replace(first_fit=fit.weights)
+        return Fitted(nothing, nothing), state
+    if prompts is None:
+        prompts = torch.arange(len(rewards), device=rewards.device)
+    parts = prompts % FOLDS
+    is_of_part = parts[:, None] == torch.arange(FOLDS, device=parts.device)
+    fit = critic.fit(
+        summaries,
+        critic.units(seen).targets(outcomes)[mask],
+        enters[mask],
+        parts[:, None].expand_as(mask)[mask],
+        (is_of_part & enters.any(1)[:, None]).sum(0),
+        all_sum,
+    )
+
+    def added(outputs: Tensor) -> Tensor:
+        return nothing.masked_scatter(mask, outputs).where(steps, 0)
+
+    fitted = Fitted(added(fit.outputs), added(fit.left_out))
+    return fitted, state._replace(first_fit=fit.weights)
 
 
 def two_largest(*values: float) -> tuple[float, float]:

@@ -180,7 +180,8 @@ class MemoryEstimate:
     @property
     def read_by_side_critic(self) -> int:
         """Numbers per token that the side network reads of the base."""
-        return (len(side_layers(self.base.layers)) + 1) * self.base.hidden
+        # states of layers and of the prompt, and the position
+        return (len(side_layers(self.base.layers)) + 2) * self.base.hidden
 
     @property
     def trained(self) -> int:

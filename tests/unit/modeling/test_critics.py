@@ -1,5 +1,8 @@
 """Inputs of the side critic, and what the file of a critic holds."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import pytest
 import torch
 
@@ -11,7 +14,9 @@ from trl_ppo_ext.ppo_math import Moments, explained_variance
 def test_side_critic_reads_all_positions_beyond_its_end_alike():
     """Not as the mirror image of earlier ones."""
     critic = SideCritic(32, 32, 1, 8, False, torch.device("cpu"))
-    read = critic.inputs([torch.ones(4, 32)], torch.tensor([0, 7, 8, 16]), None)
+    read = critic.inputs(
+        [torch.ones(4, 32)] * (len(critic.layers) + 1), torch.tensor([0, 7, 8, 16]), None
+    )
     assert torch.equal(read[2], read[3]) and not torch.allclose(read[0], read[3])
 
 
@@ -82,10 +87,10 @@ def test_side_critic_learns_alike_at_any_width_of_the_policy(size):
     def rollout():
         x = torch.randn(completions * length, latent, generator=generator)
         states = [x @ mix + 0.5 * torch.randn(len(x), size, generator=generator) for mix in mixing]
+        prompts = torch.randn(completions, size, generator=generator).repeat_interleave(length, 0)
         noise = torch.randn(len(x), generator=generator) * 0.5**0.5
-        return critic.inputs(
-            states, torch.arange(length).repeat(completions), None
-        ), x @ worth + noise
+        positions = torch.arange(length).repeat(completions)
+        return critic.inputs([*states, prompts], positions, None), x @ worth + noise
 
     def values(inputs):
         with torch.no_grad():
@@ -97,7 +102,9 @@ def test_side_critic_learns_alike_at_any_width_of_the_policy(size):
         if number == 0:
             steps = torch.ones(len(inputs), dtype=torch.bool)
             summary = critic.summary(inputs)
-            fit = critic.fit([summary], returns, steps, torch.tensor(completions), torch.clone)
+            parts = torch.arange(completions).repeat_interleave(length)
+            ones = torch.ones(completions)
+            fit = critic.fit([summary], returns, steps, parts, ones, torch.clone)
             critic.install(CriticState(first_fit=fit.weights))
             before = values(unseen)
         for _ in range(4):
@@ -118,31 +125,36 @@ def new_one(length):
 
 
 def inputs_of(critic, mask, states=None):
-    """Inputs at the tokens of a mask, of given or random states."""
-    positions = mask.nonzero()[:, 1]
-    states = torch.randn(len(positions), 64) if states is None else states[mask]
-    return critic.inputs([states for _ in critic.layers], positions, None)
+    """Inputs at the tokens of a mask, of given or random states; the first one of a row stands for
+    that of its prompt."""
+    rows, positions = mask.nonzero().unbind(1)
+    states = torch.randn(*mask.shape, 64) if states is None else states
+    own = [states[mask] for _ in critic.layers]
+    return critic.inputs([*own, states[rows, 0]], positions, None)
 
 
-def begin(critic, targets, inputs, mask, all_sum=torch.clone):
-    """Begin with targets of all tokens of a mask; return what that adds to the outputs."""
+def begin(critic, targets, inputs, mask, all_sum=torch.clone, first=0, of=None):
+    """Begin with targets of all tokens of a mask; each row is a part of its own, from the first one
+    on."""
     with torch.no_grad():
         summaries = [critic.summary(part) for part in inputs.split(100)]
     targets = targets.expand(mask.shape)[mask]
-    fit = critic.fit(
-        summaries, targets, torch.ones_like(targets, dtype=torch.bool), mask.any(1).sum(), all_sum
+    steps = torch.ones_like(targets, dtype=torch.bool)
+    parts = mask.nonzero()[:, 0] + first
+    completions = torch.zeros(of or len(mask)).index_add(
+        0, torch.arange(len(mask)) + first, mask.any(1).float()
     )
+    fit = critic.fit(summaries, targets, steps, parts, completions, all_sum)
     critic.install(CriticState(first_fit=fit.weights))
-    return fit.outputs
+    return fit
 
 
 def begun(critic, returns, mask, states=None):
     """Values after a first rollout with these returns."""
     targets = returns.expand(mask.shape)[mask]
     units = Units(targets.mean().item(), targets.std().item())
-    return units.values(
-        begin(critic, units.targets(returns), inputs_of(critic, mask, states), mask)
-    )
+    fit = begin(critic, units.targets(returns), inputs_of(critic, mask, states), mask)
+    return units.values(fit.left_out)
 
 
 def test_new_critic_begins_with_the_mean_return_by_position():
@@ -160,9 +172,38 @@ def test_fit_adds_to_the_outputs_what_it_returned():
     critic = new_one(24)
     mask = torch.ones(16, 24, dtype=torch.bool)
     inputs = inputs_of(critic, mask)
-    added = begin(critic, torch.randn(16, 24), inputs, mask)
+    added = begin(critic, torch.randn(16, 24), inputs, mask).outputs
     with torch.no_grad():
         torch.testing.assert_close(critic(inputs), added)
+
+
+def test_left_out_outputs_hardly_depend_on_their_own_returns():
+    """Or a baseline would hold the return that it is subtracted from."""
+    torch.manual_seed(0)
+    critic = new_one(12)
+    mask = torch.arange(12) < torch.randint(3, 13, (32, 1))
+    states = torch.randn(32, 12, 64)
+    inputs = inputs_of(critic, mask, states)
+    targets = states[:, :1, 0].expand(32, 12)  # which prompts tell
+    before = begin(critic, targets, inputs, mask)
+    for row in range(0, 32, 4):
+        own = mask.nonzero()[:, 0] == row
+        others = targets.clone()
+        others[row] += 1
+        after = begin(critic, others, inputs, mask)
+        assert (after.outputs - before.outputs)[own].mean() > 0.2
+        assert (after.left_out - before.left_out)[own].mean().abs() < 0.05
+
+
+def test_fit_reads_from_a_prompt_what_its_completion_is_worth():
+    """States within a completion tell nothing of it here."""
+    torch.manual_seed(0)
+    mask = torch.ones(64, 8, dtype=torch.bool)
+    states = torch.randn(64, 8, 64)
+    worth = states[:, 0] @ torch.randn(64, 4) @ torch.ones(4)
+    states[:, 0] += worth[:, None]
+    values = begun(new_one(8), worth[:, None].expand(64, 8), mask, states)
+    assert explained_variance(values, worth[:, None].expand(64, 8)[mask], mask[mask]) > 0.5
 
 
 def test_new_critic_tells_ends_from_what_goes_on():
@@ -182,18 +223,20 @@ def test_fit_to_noise_takes_little_of_it(completions, has_score_at_end):
     mask = torch.arange(32) < torch.randint(8, 33, (completions, 1))
     returns = torch.randn(completions, 1 if has_score_at_end else 32) * mask
     critic = new_one(32)
-    assert explained_variance(begun(critic, returns, mask), returns[mask], mask[mask]) < 0.4
+    left_out = explained_variance(begun(critic, returns, mask), returns[mask], mask[mask])
     unseen = torch.ones(64, 32, dtype=torch.bool)
     with torch.no_grad():
         values = critic(inputs_of(critic, unseen))
-    assert -0.25 < explained_variance(values, torch.randn(64 * 32), unseen[unseen]) <= 0.1
+    of_unseen = explained_variance(values, torch.randn(64 * 32), unseen[unseen])
+    assert -0.15 < of_unseen <= 0.1 and -0.2 < left_out <= 0.2
 
 
 def test_rollout_without_a_token_that_counts_has_no_fit():
     critic = new_one(8)
     empty = torch.zeros(4, 8, dtype=torch.bool)
     summaries = [torch.zeros(0, len(critic.directions()))]
-    fit = critic.fit(summaries, torch.zeros(0), empty[empty], empty.sum(), torch.clone)
+    parts = torch.zeros(0, dtype=torch.long)
+    fit = critic.fit(summaries, torch.zeros(0), empty[empty], parts, torch.zeros(4), torch.clone)
     assert not fit.weights.any()
 
 
@@ -211,21 +254,27 @@ def test_first_fit_extrapolates_near_the_returns():
 def test_first_fit_is_the_same_on_several_processes():
     mask = torch.arange(12) < torch.tensor([12, 5, 9, 1])[:, None]
     returns = torch.randn(4, 12)
-    parts = []
     states = torch.randn(4, 12, 64)
+    everyone = Barrier(2)
+    sums = [None, None]
 
     def fitted(rows, all_sum):
         critic = new_one(12)
-        begin(
-            critic, returns[rows], inputs_of(critic, mask[rows], states[rows]), mask[rows], all_sum
-        )
+        inputs = inputs_of(critic, mask[rows], states[rows])
+        begin(critic, returns[rows], inputs, mask[rows], all_sum, first=rows.start, of=4)
         return critic.first_fit
 
-    for rows in (slice(0, 2), slice(2, 4)):
-        fitted(rows, lambda x: parts.append(x) or x)
-    assert torch.equal(
-        fitted(slice(0, 2), lambda _: sum(parts)), fitted(slice(2, 4), lambda _: sum(parts))
-    )
-    torch.testing.assert_close(
-        fitted(slice(0, 2), lambda _: sum(parts)), fitted(slice(0, 4), torch.clone)
-    )
+    def of_rank(rank):
+        def all_sum(x):
+            sums[rank] = x
+            everyone.wait()
+            total = sums[0] + sums[1]
+            everyone.wait()
+            return total
+
+        return fitted(slice(2 * rank, 2 * rank + 2), all_sum)
+
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(of_rank, range(2))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, fitted(slice(0, 4), torch.clone))
