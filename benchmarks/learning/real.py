@@ -11,6 +11,7 @@ on a seed of its own. One thread each. Writes benchmarks/results/real.json.
 Tasks:
 
 - reviews: VADER's sentiment of 24 tokens that continue an opening such as "The hotel was".
+- moods: the same after a sentence that praises, complains, or neither, scored with it (moods.py).
 - reverse: three words written backwards, by the letters in their place, after a warm start
   (reverse.py).
 - unequal: the same with one to four words, so that prompts differ in what they can earn.
@@ -37,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 sys.path[:0] = [str(ROOT), str(RECIPES), str(RECIPES / "smollm2")]
 import keywords
+import moods
 import reverse
 from by_token import by_token
 from picture import Curve, picture
@@ -142,6 +144,7 @@ def of_50_characters(completions: list[list[dict]], **kwargs) -> list[float]:
 
 TASKS = {
     "reviews": Task(base_model, reviews, vader, 24, 20, 0.8),
+    "moods": Task(base_model, moods.rows, moods.of_whole_review, 24, 20, 0.6),
     "reverse": Task(reverse.warm_base, reverse.rows, reverse.in_place, 24, 20, 0.38),
     "unequal": Task(reverse.warm_base, reverse.unequal_rows, reverse.in_place, 32, 20, 0.5),
     "length": Task(base_model, questions, of_50_characters, 96, 20, -15.0, "bfloat16"),
