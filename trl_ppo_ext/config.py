@@ -330,9 +330,9 @@ class PPOConfig(TRLFields, TrainingArguments):
     `"both"` counts turns too, but each token has its own value and the rewards after it.
     """
     critic: Literal["head", "side", "adapter", "none"] = "side"
-    """`"side"` network on states of several layers and the position (nothing flows back into the
-    policy), value `"head"` on the policy's last state, value head on an `"adapter"` of its own, or
-    `"none"`."""
+    """`"side"` network on states of several layers, the prompt and the position (nothing flows back
+    into the policy), value `"head"` on the policy's last state, value head on an `"adapter"` of its
+    own, or `"none"`."""
     critic_learning_rate: float | None = number(None, above=0)
     """Learning rate of the critic. Defaults to 1e-3 for `critic="side"`, else to `learning_rate`.
     """
