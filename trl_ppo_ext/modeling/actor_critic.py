@@ -21,7 +21,7 @@ from transformers.utils import output_capturing
 from ..distributed import gathered, unsharded_weights
 from ..sequences import Packed, Sequences
 from .adapters import adapter_parameters, add_adapter, load_adapter_weights
-from .critics import Critic
+from .critics import Critic, Reads
 from .logprobs import TokenScores, logit_scale_and_cap, project, token_logprobs
 
 # earlier versions count a list of layers from another one, so all states are kept
@@ -436,7 +436,7 @@ class ActorCritic(nn.Module):
             with torch.no_grad(), self.reference():
                 ref_hidden = self._hidden_states(sequences.for_reference)
         critic = self.value_head if with_values else None
-        hidden, states = self._read_layers(sequences, critic)
+        hidden, states = self.read_layers(sequences, Reads() if critic is None else critic)
         scores = self._project(
             hidden, sequences, temperature, with_entropy=with_entropy, ref_hidden=ref_hidden
         )
@@ -460,7 +460,7 @@ class ActorCritic(nn.Module):
     def read_critic(self, sequences: Sequences, read: Callable[[Tensor], Tensor]) -> Tensor:
         """Run a function on what the critic reads at the sampled tokens, `[tokens, features]`."""
         critic = cast(Critic, self.value_head)
-        hidden, states = self._read_layers(sequences, critic)
+        hidden, states = self.read_layers(sequences, critic)
         inputs = self._critic_inputs(critic, sequences, states)
         with torch.autocast(hidden.device.type, enabled=False):
             return read(inputs)
@@ -469,7 +469,7 @@ class ActorCritic(nn.Module):
         """Inputs of the critic from states of the policy, or of an adapter of its own."""
         if self.critic_adapter is not None:
             with self.adapter(self.critic_adapter):
-                _, states = self._read_layers(sequences.for_critic, critic)
+                _, states = self.read_layers(sequences.for_critic, critic)
         elif not self.critic_backprop:
             states = [x.detach() for x in states]
         observed = None if sequences.observed is None else sequences.pick(sequences.observed)
@@ -488,15 +488,13 @@ class ActorCritic(nn.Module):
             return read(self.trunk)
 
     def _hidden_states(self, sequences: Sequences) -> Tensor:
-        return self._read_layers(sequences)[0]
+        return self.read_layers(sequences)[0]
 
-    def _read_layers(
-        self, sequences: Sequences, critic: Critic | None = None
+    def read_layers(
+        self, sequences: Sequences, reads: Critic | Reads = Reads()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Last hidden states where response tokens are predicted, and the states that a critic
-        reads, each `[tokens, hidden]`."""
-        layers = [] if critic is None else list(critic.layers)
-        prompt_layers = [] if critic is None else list(critic.prompt_layers)
+        """Last hidden states where response tokens are predicted, and the states that are to be
+        read there, each `[tokens, hidden]`."""
         packed = sequences.packed
         inputs = dict[str, Any]()
         packs = self.why_not_packed is None
@@ -514,7 +512,7 @@ class ActorCritic(nn.Module):
             ids = packed.input_ids[None]
         else:
             ids = packed.pad(packed.input_ids)
-        needed = sorted({*layers, *prompt_layers})
+        needed = sorted({*reads.layers, *reads.prompt_layers})
         kept = bool(needed) and (needed if SELECTS_STATES else True)
         outputs = self.trunk(ids, **inputs, use_cache=False, output_hidden_states=kept)
 
@@ -523,9 +521,9 @@ class ActorCritic(nn.Module):
             return (x[0] if packs else packed.unpad(x)).index_select(0, places)
 
         hidden = read(outputs.last_hidden_state, packed.reads)
-        states = [read(outputs.hidden_states[layer], packed.reads) for layer in layers]
+        states = [read(outputs.hidden_states[layer], packed.reads) for layer in reads.layers]
         of_prompts = [
-            read(outputs.hidden_states[layer], packed.prompt_ends) for layer in prompt_layers
+            read(outputs.hidden_states[layer], packed.prompt_ends) for layer in reads.prompt_layers
         ]
         return hidden, (states or [hidden]) + of_prompts
 

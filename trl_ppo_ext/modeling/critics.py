@@ -78,6 +78,14 @@ class FirstFit(NamedTuple):
     left_out: Tensor  # the same, each by a fit to other prompts only
 
 
+class Reads(NamedTuple):
+    """Layers of the trunk after which states are read: at each token, and at the end of its
+    prompt."""
+
+    layers: Sequence[int] = ()  # none: the last state
+    prompt_layers: Sequence[int] = ()
+
+
 class Critic(nn.Module):
     """Predicts at each sampled token what the rest of the completion earns, from states that the
     policy's forward computes anyway.
@@ -198,6 +206,12 @@ def side_layers(num_layers: int) -> list[int]:
     return sorted({round(num_layers * (i + 1) / SIDE_STATES) for i in range(SIDE_STATES)})
 
 
+def prompt_layer(layers: Sequence[int]) -> int:
+    """Of these layers the one whose state at the end of a prompt tells most of its worth, to a
+    linear fit."""
+    return layers[-2]
+
+
 def rewards_so_far(rewards: Tensor, mask: Tensor, units: Units, is_known: bool) -> Tensor:
     """Mean reward per sampled token before each one, in units of *earlier* rollouts, `[batch,
     response]`.
@@ -250,7 +264,7 @@ class SideCritic(ValueHead):
     ):
         super().__init__(SIDE_WIDTH, is_normalized, device)
         self.layers = side_layers(num_layers)
-        self.prompt_layers = [self.layers[-2]]  # a linear fit reads most from it
+        self.prompt_layers = [prompt_layer(self.layers)]
         self.prompt_size = hidden_size
         width = hidden_size + (len(self.layers) - 1) * hidden_size + 2 * last_size + 1
         self.scale = SIDE_WIDTH / width  # of the inputs

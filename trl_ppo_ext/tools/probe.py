@@ -16,7 +16,7 @@ from .. import ppo_math
 from ..batch_plan import BatchPlan
 from ..data import RolloutSampler, spread_rows
 from ..episodes import Episode
-from ..modeling.critics import COSINES
+from ..modeling.critics import COSINES, Reads, prompt_layer, side_layers
 from ..ppo.credit import build_credit
 from ..ppo.metrics import Metrics
 from ..ppo.rollouts import Rollout, Samples, collect
@@ -347,19 +347,22 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def read_states(trainer: PPOTrainer, rollout: Rollout) -> Tensor:
-    """Last states of the policy at the tokens that it learns from, after the position as cosines,
-    `[tokens, features]`."""
+    """Position as cosines, last states of the policy, and its state at the end of the prompt, at the
+    tokens that it learns from, `[tokens, features]`."""
     features = []
     length = trainer.args.max_completion_length
+    layers = side_layers(trainer.actor_critic.config.get_text_config().num_hidden_layers)
+    reads = Reads(prompt_layers=[prompt_layer(layers)])
     for index in torch.arange(len(rollout)).split(trainer.plan.micro_batch_size):
         part = rollout.rows(index)
         sequences = part.sequences
         with trainer.accelerator.autocast():
-            hidden = trainer.actor_critic._hidden_states(sequences).float()
-        waves = torch.arange(COSINES, device=hidden.device) * torch.pi / length
+            _, states = trainer.actor_critic.read_layers(sequences, reads)
+        hidden = [nn.functional.rms_norm(x.float(), x.shape[-1:]) for x in states]
+        waves = torch.arange(COSINES, device=states[0].device) * torch.pi / length
         position = (sequences.positions[:, None] * waves).cos()  # the first one is constant
-        states = torch.cat([position, nn.functional.rms_norm(hidden, hidden.shape[-1:])], 1)
-        features.append(states[sequences.pick(part.policy_tokens)].cpu())
+        read = torch.cat([position, *hidden], 1)
+        features.append(read[sequences.pick(part.policy_tokens)].cpu())
     return torch.cat(features)
 
 
