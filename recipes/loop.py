@@ -102,7 +102,7 @@ def ppo(
             summary = roles.read_critic(sequences, critic.summary)
             fitted, state = fit_new_critic(critic, [summary], state, rewards, steps=mask, mask=mask)
             old = old._replace(values=old.values + fitted.outputs)
-            of_baseline = of_baseline + fitted.left_out  # without a completion's own return
+            of_baseline = of_baseline + fitted.left_out  # of fits to other prompts
         result, seen = gae_with_critic(
             rewards,
             of_baseline,

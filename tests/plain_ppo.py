@@ -561,8 +561,9 @@ def fit_new(
     """Fit the returns by ridge regression on [`seen_first`], and add the fit to the predictions.
 
     The baseline of a sample has predictions without its return: of a fit to the other fifteen parts
-    of the samples, by their number in the rollout. What is read from prompts counts as far as these
-    predictions fit the returns: by the slope of a line through 0, between 0 and 1.
+    of the samples, by their number in the rollout, of which there are at least two. What is read
+    from prompts counts as far as these predictions fit the returns: by the slope of a line through
+    0, between 0 and 1.
     """
     from_prompts = []
     from_others = []

@@ -228,7 +228,7 @@ def _check_datasets(
         )
     if args.evaluates and eval_dataset is None:
         raise ValueError(
-            f"`eval_strategy` is {str(args.eval_strategy)!r} and `eval_on_start` "
+            f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` "
             f"{args.eval_on_start}, but there is nothing to evaluate; pass an `eval_dataset`, or "
             "omit both."
         )

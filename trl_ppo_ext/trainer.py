@@ -811,9 +811,10 @@ class PPOTrainer(Trainer):
 
     def predict(self, *args, **kwargs) -> PredictionOutput:
         """Sample and score rows, which are not logged."""
-        output = super().predict(*args, **kwargs)
-        self._samples.pop("eval", None)  # or a later log would take them for its own
-        return output
+        try:
+            return super().predict(*args, **kwargs)
+        finally:
+            self._samples.pop("eval", None)  # or a later log would take them for its own
 
     def _compute_metrics(self, mode: str) -> dict[str, float]:
         gather = self.accelerator.gather
@@ -989,7 +990,12 @@ class PPOTrainer(Trainer):
         if "optim" in self._change.listed and not self.is_deepspeed_enabled:
             load = partial(resume.load_without_optimizer, self.optimizer, load)
         if self._change.listed:
-            resume.load_under_own_rates(self.optimizer, self.lr_scheduler, load)
+            resume.load_under_own_rates(
+                self.optimizer,
+                self.lr_scheduler,
+                load,
+                follows_same_metric=self._change.listed.keys().isdisjoint(files.BEST),
+            )
         else:
             load()
 
@@ -1235,6 +1241,8 @@ class _StepCallback(TrainerCallback):
         if not checkpoint.change.listed.keys().isdisjoint(files.BEST):
             # the best by another metric, with which no value of this one may be compared
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+            for callback in trainer._early_stops:
+                callback.early_stopping_patience_counter = 0
         elif best is not None:
             state.best_model_checkpoint = best
         place = f"after step {state.global_step} of {state.max_steps}"

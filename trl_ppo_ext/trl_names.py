@@ -254,6 +254,8 @@ def merged(defaults: Settings, overrides: Settings) -> Settings:
     kept = overridden(defaults, overrides)
     settings = kept | overrides
     for key, value in (defaults | kept).items():
+        if key == "lr_scheduler_kwargs" and "lr_scheduler_type" in overrides:
+            continue  # they are those of another schedule
         of_default = as_mapping(value)
         own = as_mapping(overrides.get(key))
         if of_default is not None and own is not None:

@@ -174,7 +174,7 @@ def load_actor_critic_weights(actor_critic: ActorCritic, directory: str) -> None
         except ValueError as error:
             raise CheckpointError(
                 f"{file} does not fit the model: {error} It belongs to another base model, "
-                "`peft_config` or critic."
+                "`peft_config`, critic, or version of this package."
             ) from None
 
 
@@ -231,6 +231,8 @@ def run_settings(args: PPOConfig) -> dict[str, Any]:
     values["critic_kwargs"] = asdict(args.critic_options)
     values["vllm_kwargs"] = {"base_model": args.vllm_options.base_model}
     settings = {name: values[name] for name in sorted(own | TRAINER_SETTINGS) if name in values}
+    if args.metric_for_best_model is not None:  # with and without the prefix it is the same
+        settings["metric_for_best_model"] = args.metric_for_best_model.removeprefix("eval_")
     settings["num_processes"] = args.world_size
     settings["overlap_rollouts"] = args.vllm_options.overlap_rollouts or None
     settings["zero_stage"] = None if deepspeed is None else deepspeed.zero_stage
@@ -250,8 +252,9 @@ class SettingsChange(NamedTuple):
     @classmethod
     def between(cls, saved: dict[str, Any], current: dict[str, Any]) -> "SettingsChange":
         """Compare settings."""
-        # fields of a later version
-        saved = {name: getattr(PPOConfig, name, None) for name in current} | saved
+        # fields of a later version; an earlier one did not save what the best checkpoint is
+        defaults = {name: getattr(PPOConfig, name, None) for name in current}
+        saved = defaults | {name: current[name] for name in BEST} | saved
         differing = [name for name in sorted(saved) if saved[name] != current.get(name)]
         listed = {
             name: f"{name} (was {saved[name]!r}, is {current.get(name)!r})" for name in differing

@@ -349,9 +349,15 @@ def load_without_optimizer(optimizer: Any, load: Callable[[], None]) -> None:
 
 
 def load_under_own_rates(
-    optimizer: torch.optim.Optimizer, scheduler: Any, load: Callable[[], None]
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    load: Callable[[], None],
+    follows_same_metric: bool = True,
 ) -> None:
-    """Load the states of optimizer and schedule, but keep the config's rates and schedule."""
+    """Load the states of optimizer and schedule, but keep the config's rates and schedule.
+
+    A schedule that follows another metric than before counts anew.
+    """
     groups = [
         {name: x for name, x in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -374,7 +380,8 @@ def load_under_own_rates(
         if initial_rate:  # an earlier version did not save it
             # this quotient is exactly 1 if the rate is the same
             group["lr"] = rate * (group["initial_lr"] / initial_rate)
-    progress = {name: x for name, x in vars(scheduler).items() if name in METRIC_PROGRESS}
+    kept = METRIC_PROGRESS if follows_same_metric else {"last_epoch"}
+    progress = {name: x for name, x in vars(scheduler).items() if name in kept}
     vars(scheduler).update(attributes | progress)
 
 

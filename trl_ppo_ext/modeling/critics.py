@@ -14,8 +14,7 @@ from .adapters import KINDS, check_fit
 SIDE_WIDTH = 256
 SIDE_STATES = 4  # layers that the side network reads, at equal distances
 COSINES = 16
-# of the states at the end of the prompt, and of all else, at random, in which the first fit sees
-# them
+# random directions of the prompt's state, and as many of all else, in which the first fit sees them
 DIRECTIONS = 256
 # in the first fit, of a weight of a direction and of a cosine, in completions
 FIRST_COSTS = 128.0, 16.0
@@ -266,7 +265,9 @@ class SideCritic(ValueHead):
         self.layers = side_layers(num_layers)
         self.prompt_layers = [prompt_layer(self.layers)]
         self.prompt_size = hidden_size
-        width = hidden_size + (len(self.layers) - 1) * hidden_size + 2 * last_size + 1
+        of_layers = (len(self.layers) - 1) * hidden_size + last_size
+        position_and_rewards = last_size + 1
+        width = self.prompt_size + of_layers + position_and_rewards
         self.scale = SIDE_WIDTH / width  # of the inputs
         self.first = nn.Linear(width, 2 * SIDE_WIDTH, dtype=torch.float32, device=device)
         self.first.weight.data /= self.scale
@@ -379,10 +380,12 @@ class SideCritic(ValueHead):
         size = read.shape[1] + 1
         sums = torch.zeros(len(completions), size, size, dtype=dtype, device=device)
         # float64 is large
-        for inputs, goals, numbers in zip(*(x[steps].split(4096) for x in (read, targets, parts))):
+        for inputs, goals, of_part, counts in zip(
+            *(x.split(4096) for x in (read, targets, parts, steps))
+        ):
             rows = torch.cat([inputs, goals[:, None]], 1).to(dtype)
             for part, sums_of_part in enumerate(sums):
-                own = rows[numbers == part]
+                own = rows[counts & (of_part == part)]
                 sums_of_part += own.T @ own
         sums[:, -1, -1] = completions
         sums = all_sum(sums).cpu().double()
