@@ -154,7 +154,11 @@ def test_side_critic_reads_policy_states_and_trains_only_itself(tmp_path):
         input_ids=torch.tensor([prompt + completion]), output_hidden_states=True
     ).hidden_states
     states = [hidden[layer][0, len(prompt) - 1 : -1] for layer in (0, 1, 2)]
-    normalized = [x / (x.square().mean(1, keepdim=True) + torch.finfo().eps).sqrt() for x in states]
+    of_prompt = states[1][:1].expand_as(states[1])
+    normalized = [
+        x / (x.square().mean(1, keepdim=True) + torch.finfo().eps).sqrt()
+        for x in [of_prompt, *states]
+    ]
     size = states[0].shape[1]
     length = config(tmp_path).max_completion_length
     position = torch.zeros(len(completion), size)

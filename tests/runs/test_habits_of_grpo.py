@@ -193,7 +193,7 @@ def test_callback_that_stopped_a_run_does_not_stop_the_next(tmp_path):
 def test_completions_are_logged_under_any_prefix(trained):
     trained.evaluate(prompts(2), metric_key_prefix="test")
     *_, entry = Path(trained.args.output_dir, RUN_LOG).read_text().splitlines()
-    assert json.loads(entry)["mode"] == "eval" and not trained._samples
+    assert json.loads(entry)["mode"] == "eval_test" and not trained._samples
 
 
 def test_model_card_takes_the_arguments_of_trl(trained):

@@ -29,7 +29,8 @@ from supervised_loss import PTXTrainer, tokenize
 
 EOS = 1
 COEFFICIENT = 0.7
-SETTINGS = {"max_grad_norm": 0.0, "learning_rate": 1e-2, "max_steps": 3}
+# updates that are ended early have no gradient
+SETTINGS = {"max_grad_norm": 0.0, "learning_rate": 1e-2, "max_steps": 3, "target_kl": None}
 PAIRS = [
     {
         "prompt": " ".join(WORDS[n : n + 1 + n % 2]),
