@@ -252,6 +252,8 @@ def rates_of(built, after=0):
             r"lr_scheduler_kwargs \(",
             [5e-4, 5e-5],
         ),
+        # what is best counts anew
+        ({"greater_is_better": False}, r"greater_is_better \(", [5e-4, 5e-4]),
     ],
     ids=str,
 )

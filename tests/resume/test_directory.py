@@ -60,8 +60,9 @@ def copy(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def test_copied_run_keeps_its_best_checkpoint(copy):
-    again = best_at_first(copy, max_steps=3, resume_with_changed_settings=True)
+@pytest.mark.parametrize("metric", ["eval_reward", "reward"])
+def test_copied_run_keeps_its_best_checkpoint(copy, metric):
+    again = best_at_first(copy, max_steps=3, metric_for_best_model=metric)
     again.train(resume_from_checkpoint=True)
     assert again.state.best_model_checkpoint == str(copy / "checkpoint-1")
     assert names(copy) == ["checkpoint-1"]  # as a run ends that loads the best one
@@ -242,6 +243,18 @@ def test_early_stopping_goes_on_counting(tmp_path):
     assert again.state.global_step == 5 and stops.early_stopping_patience_counter == 4
     state = json.loads((checkpoints(tmp_path)[0] / "trainer_state.json").read_text())
     assert state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]
+
+
+def test_run_that_was_stopped_early_goes_on_with_another_metric(tmp_path):
+    settings = {"load_best_model_at_end": False, "save_total_limit": None, "max_steps": 6}
+    stopped = best_at_first(tmp_path, **settings)
+    stopped.add_callback(EarlyStoppingCallback(1))
+    stopped.train()
+    assert stopped.state.global_step == 2
+    again = best_at_first(tmp_path, **settings, metric_for_best_model="eval_entropy")
+    again.add_callback(EarlyStoppingCallback(1))
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step > 2
 
 
 @pytest.mark.parametrize("save", ["steps", "epoch"])

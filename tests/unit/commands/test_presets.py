@@ -105,6 +105,18 @@ def test_mappings_of_a_file_are_merged_with_those_of_the_line(tmp_path, of_file)
     assert (args.critic_options.lam, args.critic_options.warmup_steps) == (0.9, 5)
 
 
+def test_arguments_of_another_schedule_are_not_merged(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model_name_or_path: m\ndataset_name: d\nlr_scheduler_type: cosine_with_min_lr\n"
+        "lr_scheduler_kwargs: {min_lr: 1.0e-6}\n"
+    )
+    line = [str(file), "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
+    line += ["--lr_scheduler_type", "cosine_with_restarts"]
+    _, args, _ = parse("trl-ppo train", [*line, "--lr_scheduler_kwargs", '{"num_cycles": 2}'], "")
+    assert args.lr_scheduler_kwargs == {"num_cycles": 2}
+
+
 def test_preset_takes_overrides_of_its_fields(tmp_path):
     made = PPOConfig.preset("n_plus", tmp_path, use_cpu=True, bf16=False, learning_rate=1e-4)
     assert (made.learning_rate, made.adam_epsilon) == (1e-4, 1e-5)
