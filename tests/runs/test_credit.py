@@ -13,6 +13,7 @@ from transformers.utils import logging
 from trl_ppo_ext import PPOTrainer, ppo_math
 from trl_ppo_ext.data import PromptError
 from trl_ppo_ext.episodes.record import ANSWERS
+from trl_ppo_ext.modeling import SideCritic
 from trl_ppo_ext.modeling.critics import CriticState
 from trl_ppo_ext.ppo import credit, rollouts
 from trl_ppo_ext.ppo.advantages import OVER_GROUPS
@@ -247,6 +248,20 @@ def test_first_fit_counts_in_values_after_a_limit(tmp_path, monkeypatch):
     [(outputs, installed)] = compared
     assert outputs.unique().numel() > 4
     torch.testing.assert_close(outputs, installed)
+
+
+def test_completions_of_a_prompt_are_left_out_of_the_first_fit_together(tmp_path, monkeypatch):
+    sizes = []
+    fit = SideCritic.fit
+
+    def recorded(self, summaries, targets, steps, parts, completions, all_sum):
+        sizes.append(completions.tolist())
+        return fit(self, summaries, targets, steps, parts, completions, all_sum)
+
+    monkeypatch.setattr(SideCritic, "fit", recorded)
+    trainer(tmp_path, critic="side", num_generations=4, max_steps=1).train()
+    [of_parts] = sizes
+    assert of_parts == [4, 4] + [0] * 14
 
 
 def equal_first(completion_ids, trainer_state, **kwargs):
