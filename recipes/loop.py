@@ -97,15 +97,13 @@ def ppo(
         # before this rollout for `old.values`, and those after it for the targets: outputs follow
         # when the units move. The values are weighed by how well they fit the returns, and then
         # subtracted from them.
-        of_baseline = old.values
         if critic.is_new(state):  # it is fitted to the first returns that differ
             summary = roles.read_critic(sequences, critic.summary)
             fitted, state = fit_new_critic(critic, [summary], state, rewards, steps=mask, mask=mask)
-            old = old._replace(values=old.values + fitted.outputs)
-            of_baseline = of_baseline + fitted.left_out  # of fits to other prompts
+            old = old._replace(values=old.values + fitted.left_out)  # of fits to other prompts
         result, seen = gae_with_critic(
             rewards,
-            of_baseline,
+            old.values,
             mask,
             state.returns,
             is_normalized=True,

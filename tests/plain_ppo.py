@@ -563,53 +563,73 @@ def fit_new(
     The baseline of a sample has predictions without its return: of a fit to the other fifteen parts
     of the samples, by their number in the rollout, of which there are at least two. What is read
     from prompts counts as far as these predictions fit the returns: by the slope of a line through
-    0, between 0 and 1.
+    0, between 0 and 1. The rest is fitted again to what that leaves.
     """
-    from_prompts = []
-    from_others = []
-    errors = []
-    for number, sample in enumerate(samples):
+    other_parts = []
+    for number in range(len(samples)):
         others = []
         for i, other in enumerate(samples):
             if i % 16 != number % 16:
                 others.append(other)
+        other_parts.append(others)
+
+    read = []
+    errors = []
+    for sample, others in zip(samples, other_parts):
         weights = ridge(models, others, settings)
-        from_prompt = sample.old.fit_inputs[:, :256] @ weights[:256]
-        from_other = sample.old.fit_inputs[:, 256:] @ weights[256:]
-        targets = [models.units.in_units(outcome) for outcome in sample.outcomes]
-        from_prompts.append(from_prompt)
-        from_others.append(from_other)
-        errors.append(torch.tensor(targets, dtype=torch.float64) - from_other)
-    read = torch.cat(from_prompts)
+        targets = targets_of(models, [sample])
+        read.append(sample.old.fit_inputs[:, :256] @ weights[:256])
+        errors.append(targets - sample.old.fit_inputs[:, 256:] @ weights[256:])
+    read = torch.cat(read)
     slope = (read @ torch.cat(errors) / (read @ read)).clamp(0, 1)
 
-    models.first_fit = ridge(models, samples, settings)
-    models.first_fit[:256] *= slope
-    for sample, from_prompt, from_other in zip(samples, from_prompts, from_others):
+    models.first_fit = ridge_with_share(models, samples, slope, settings)
+    for sample, others in zip(samples, other_parts):
+        weights = ridge_with_share(models, others, slope, settings)
         before = sample.old.predictions
         sample.old = sample.old._replace(
             predictions=before + sample.old.fit_inputs @ models.first_fit,
-            left_out=before + from_other + slope * from_prompt,
+            left_out=before + sample.old.fit_inputs @ weights,
         )
+
+
+def targets_of(models: Models, samples: list[Sample]) -> Tensor:
+    """Returns of samples in units of the critic."""
+    targets = []
+    for sample in samples:
+        for outcome in sample.outcomes:
+            targets.append(models.units.in_units(outcome))
+    return torch.tensor(targets, dtype=torch.float64)
+
+
+def ridge_with_share(
+    models: Models,
+    samples: list[Sample],
+    share: Tensor,
+    settings: Settings,
+) -> Tensor:
+    """Weights of a ridge regression, of which those of the prompt are reduced to a share."""
+    given = share * ridge(models, samples, settings)[:256]
+    return torch.cat([given, ridge(models, samples, settings, given)])
 
 
 def ridge(
     models: Models,
     samples: list[Sample],
     settings: Settings,
+    of_prompt: Tensor | None = None,
 ) -> Tensor:
-    """Weights of a ridge regression of the returns.
+    """Weights of a ridge regression of the returns, or with those of the prompt the others.
 
     The regression has one more completion, of maximum length. Its targets and its inputs are 0,
     except for the inputs of the position. So there is also a fit at positions that no sample
     reaches.
     """
     inputs = torch.cat([sample.old.fit_inputs for sample in samples])
-    targets = []
-    for sample in samples:
-        for outcome in sample.outcomes:
-            targets.append(models.units.in_units(outcome))
-    targets = torch.tensor(targets, dtype=torch.float64)
+    targets = targets_of(models, samples)
+    if of_prompt is not None:
+        targets = targets - inputs[:, :256] @ of_prompt
+        inputs = inputs[:, 256:]
 
     length = settings.max_completion_length
     width = inputs.shape[1] - WAVES

@@ -994,7 +994,7 @@ class PPOTrainer(Trainer):
                 self.optimizer,
                 self.lr_scheduler,
                 load,
-                follows_same_metric=self._change.listed.keys().isdisjoint(files.BEST),
+                follows_same_metric=not self._change.of_best,
             )
         else:
             load()
@@ -1238,7 +1238,7 @@ class _StepCallback(TrainerCallback):
             constructs=args.restore_callback_states_from_checkpoint,
         )
         best = resume.best_checkpoint_in(args.output_dir, checkpoint.directory)
-        if not checkpoint.change.listed.keys().isdisjoint(files.BEST):
+        if checkpoint.change.of_best:
             # the best by another metric, with which no value of this one may be compared
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
             for callback in trainer._early_stops:

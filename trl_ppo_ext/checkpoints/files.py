@@ -249,6 +249,11 @@ class SettingsChange(NamedTuple):
     def __str__(self) -> str:
         return ", ".join(self.listed.values())
 
+    @property
+    def of_best(self) -> bool:
+        """Whether another checkpoint may be the best one."""
+        return not BEST.isdisjoint(self.listed)
+
     @classmethod
     def between(cls, saved: dict[str, Any], current: dict[str, Any]) -> "SettingsChange":
         """Compare settings."""

@@ -368,7 +368,8 @@ class SideCritic(ValueHead):
         A baseline of a completion must not hold its return. So there is also a fit without each
         part of the prompts; `parts` has the number of each token's part, and `completions` how many
         completions have steps in each one. What those fits read from prompts may hold for no
-        others, so it counts as far as it fits the prompts that were left out.
+        others, so it counts as far as it fits the prompts that were left out, and all else is
+        fitted to what it leaves.
         """
         device = targets.device
         read = torch.cat(summaries)
@@ -390,24 +391,36 @@ class SideCritic(ValueHead):
         sums[:, -1, -1] = completions
         sums = all_sum(sums).cpu().double()
         whole = sums.sum(0)
-        weights = self._ridge(whole).to(read)
-        without = torch.stack([self._ridge(whole - of_part) for of_part in sums]).to(read)
 
-        def of_left_out(x: Tensor, by_part: Tensor) -> Tensor:
-            return (x @ by_part.T).gather(1, parts[:, None])[:, 0]
+        def of_left_out(x: Tensor, weights: list[Tensor]) -> Tensor:
+            by_part = torch.stack(weights).to(device, dtype).T
+            chunks = zip(x.split(4096), parts.split(4096))
+            outputs = [(y.to(dtype) @ by_part).gather(1, of_part[:, None]) for y, of_part in chunks]
+            return torch.cat(outputs)[:, 0]
 
-        from_prompts = of_left_out(read[:, :DIRECTIONS], without[:, :DIRECTIONS])
-        others = of_left_out(read[:, DIRECTIONS:], without[:, DIRECTIONS:])
-        errors = (targets - others)[steps].to(dtype)
-        share = _slope(from_prompts[steps].to(dtype), errors, all_sum).to(read)
-        weights[:DIRECTIONS] *= share
-        left_out = others + share * from_prompts
+        # 1. How far what is read from prompts holds for those that were left out.
+        without = [self._ridge(whole - of_part) for of_part in sums]
+        from_prompts = of_left_out(read[:, :DIRECTIONS], [x[:DIRECTIONS] for x in without])
+        from_others = of_left_out(read[:, DIRECTIONS:], [x[DIRECTIONS:] for x in without])
+        share = _slope(from_prompts[steps], (targets - from_others)[steps], all_sum).cpu().double()
+
+        # 2. The fits with that share of it.
+        without = [
+            self._ridge(whole - of_part, share * x[:DIRECTIONS])
+            for of_part, x in zip(sums, without)
+        ]
+        weights = self._ridge(whole, share * self._ridge(whole)[:DIRECTIONS]).to(read)
+        left_out = of_left_out(read, without).to(read)
         return FirstFit(weights @ self.directions(), read @ weights, left_out)
 
-    def _ridge(self, sums: Tensor) -> Tensor:
-        """Weights of a summary, from sums of products of its entries and the targets; the last one
-        is the number of completions."""
+    def _ridge(self, sums: Tensor, from_prompts: Tensor | None = None) -> Tensor:
+        """Weights of a summary, of which those of the prompt may be given.
+
+        `sums` are those of products of its entries and the targets; the last one is the number of
+        completions.
+        """
         products = sums[:-1, :-1]
+        totals = sums[:-1, -1]
         count = sums[-1, -1].clamp(min=1)
         sizes = torch.tensor([len(products) - COSINES, COSINES])
         costs = torch.tensor(FIRST_COSTS).repeat_interleave(sizes)
@@ -416,7 +429,12 @@ class SideCritic(ValueHead):
         positions = torch.arange(int(self.length), device=self.length.device)
         everywhere = self.cosines(positions).cpu().double()
         ridge[-COSINES:, -COSINES:] += everywhere.T @ everywhere
-        return torch.linalg.solve(products + ridge, sums[:-1, -1])
+        matrix = products + ridge
+        if from_prompts is None:
+            return torch.linalg.solve(matrix, totals)
+        left = (totals - matrix[:, :DIRECTIONS] @ from_prompts)[DIRECTIONS:]
+        others = torch.linalg.solve(matrix[DIRECTIONS:, DIRECTIONS:], left)
+        return torch.cat([from_prompts, others])
 
     def check(
         self,

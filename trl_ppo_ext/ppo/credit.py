@@ -240,7 +240,7 @@ def estimate_by_critic(
     run = run._replace(spreads=two_largest(*run.spreads, result.spread))
     counted = credit.response_mask & ordinary[:, None]
     rewards = run.critic.rewards.add(samples.scored.tokens, counted, components.all_sum, MEMORY)
-    # a run does not go on with the fits that values of the first rollout are of
+    # the fits of the first rollout's values are not what the run goes on with
     log_critic(metrics, result, places, is_new=is_new, all_sum=components.all_sum)
     credit = credit._replace(advantages=result.advantages, outputs=outputs, critic=result)
     state = run.critic._replace(returns=returns, rewards=rewards)

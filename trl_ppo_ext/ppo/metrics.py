@@ -150,7 +150,7 @@ def log_critic(
     """Log what the critic explains of the outcomes, with and without the clock, and the weights of
     the baseline's parts.
 
-    A critic that was fitted to these very outcomes (`is_new`) has explained nothing yet.
+    Of the rollout that a critic is fitted to (`is_new`) it has explained nothing yet.
     """
     explained: dict[str, Tensor | float] = {"": 0.0, "_without_clock": 0.0}
     if not is_new:

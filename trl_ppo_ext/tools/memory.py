@@ -282,8 +282,7 @@ class MemoryEstimate:
         if self.args.critic == "side":
             read = self.read_by_side_critic
             states += 4 * responses * (read + 4 * SIDE_WIDTH)
-            # the state of the prompt is one of these, and the position is none
-            of_critic = width * (read - 2 * base.hidden) * tokens
+            of_critic = width * len(side_layers(base.layers)) * base.hidden * tokens
 
         # 3. gradients, which DDP has in buckets too
         gradients = 4 * self.trained * (2 if self.processes > 1 else 1)

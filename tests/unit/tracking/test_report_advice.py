@@ -410,7 +410,7 @@ def test_measured_runs_of_a_real_model_are_good():
         for run in json.loads(results.read_text())
         if "logged" in run
         and run["task"] != "keywords"  # which asks for length, and the report says so
-        # of which one rises by less than its rollouts differ, by their prompts
+        # whose scores hold those of the prompts: it rises by less than rollouts differ
         and (run["task"], run["rival"]) != ("moods", "PPO, running mean")
         and "TRL" not in run["rival"]
         # in fifths: single rollouts are noisy
