@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .ppo_math import turn_starts
+
 ROLES = "critic", "reference"  # that may read another prompt than the policy
 LENGTHS = "prompt_lengths", "completion_lengths", *(f"{role}_prompt_lengths" for role in ROLES)
 ON_CPU = *LENGTHS, "sampled"
@@ -24,7 +26,7 @@ class Packed(NamedTuple):
     rows: int
     longest: int
     reads: Tensor  # token before each sampled one, whose state predicts it and holds its value
-    prompt_ends: Tensor  # last token of the prompt of each sampled one
+    turn_begins: Tensor  # token before the first one of the turn of each sampled one
 
     def pad(self, x: Tensor) -> Tensor:
         """Rows padded on the right, `[rows, longest, ...]`, of `[tokens, ...]`."""
@@ -187,16 +189,16 @@ class Sequences:
         # of tokens of completions, from 1
         numbers = is_token.flatten().cumsum(0).view_as(is_token)[:, width:]
         starts = nn.functional.pad(self.lengths.cumsum(0), (1, 0))
-        prompt_ends = starts[:-1] + self.prompt_lengths - 1
-        of_sampled = self._turns.nonzero(as_tuple=True)[0]
+        is_sampled = self._turns.bool()
+        _, first = turn_starts(self._turns)
         return Packed(
             self.input_ids.take(send(rows * is_token.shape[1] + columns)),
             send(positions),
             None if is_token.sum() == size * longest else send(rows * longest + positions),
             send(starts.int()),
             *(size, longest),
-            send(numbers[self._turns.bool()] - 2),
-            send(prompt_ends[of_sampled]),
+            send(numbers[is_sampled] - 2),
+            send(numbers.gather(1, first)[is_sampled] - 2),
         )
 
     @property

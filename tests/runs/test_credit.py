@@ -467,10 +467,17 @@ def test_value_after_a_limit_is_that_of_the_next_turn(tmp_path, critic, monkeypa
         [x.prompt_ids for x in batch.episodes], cut, 0, "cpu", shown, sampled
     )
     scored = samples.scored._replace(tokens=samples.scored.tokens[:, : max(ends)])
-    parts = zip(batch.episodes, cut, after)
+    parts = zip(batch.episodes, cut, sampled, after)
     episodes = [
-        replace(x, completion_ids=ids, following=next_ids, bootstraps=True)
-        for x, ids, next_ids in parts
+        replace(
+            x,
+            completion_ids=ids,
+            sampled=turns,
+            starts=x.starts[:1],
+            following=next_ids,
+            bootstraps=True,
+        )
+        for x, ids, turns, next_ids in parts
     ]
     episodes[3] = replace(episodes[3], bootstraps=False, following=[])
     samples = samples._replace(

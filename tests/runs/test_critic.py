@@ -170,7 +170,9 @@ def test_side_critic_reads_policy_states_and_trains_only_itself(tmp_path):
     inputs *= 256 / inputs.shape[1]
     gate, up = torch.nn.functional.linear(inputs, *head.first.parameters()).split(256, 1)
     expected = torch.nn.functional.linear(gate * gate.sigmoid() * up, head.weight, head.bias)[:, 0]
-    torch.testing.assert_close(built(sequences()).values[0, : len(completion)], expected)
+    # sums of a thousand products round otherwise on each processor
+    values = built(sequences()).values[0, : len(completion)]
+    torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
 
     trained = gradients(built, of=("values",))
     assert {name for name, x in trained.items() if x.any()} == set(built.critic_parameters())

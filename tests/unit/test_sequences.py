@@ -102,8 +102,9 @@ def test_packed_rows_are_chained_and_read_before_sampled_tokens():
     assert packed.starts.tolist() == [0, *itertools.accumulate(map(len, rows))]
     following = packed.input_ids[packed.reads + 1]
     assert torch.equal(following, episodes().pick(episodes().completion_ids))
-    ends = [PROMPTS[row][-1] for row in range(4) for number in SAMPLED[row] if number]
-    assert packed.input_ids[packed.prompt_ends].tolist() == ends
+    begins = [PROMPTS[0][-1], PROMPTS[1][-1], COMPLETIONS[1][1]]
+    begins += [PROMPTS[2][-1]] * 2 + [COMPLETIONS[2][3]] + [PROMPTS[3][-1]] * 2
+    assert packed.input_ids[packed.turn_begins].tolist() == begins
     padded = packed.pad(packed.input_ids)
     assert [
         ids[: len(row)].tolist() for ids, row in zip(padded, rows)

@@ -512,7 +512,7 @@ class ActorCritic(nn.Module):
             ids = packed.input_ids[None]
         else:
             ids = packed.pad(packed.input_ids)
-        needed = sorted({*reads.layers, *reads.prompt_layers})
+        needed = sorted({*reads.layers, *reads.turn_layers})
         kept = bool(needed) and (needed if SELECTS_STATES else True)
         outputs = self.trunk(ids, **inputs, use_cache=False, output_hidden_states=kept)
 
@@ -522,10 +522,10 @@ class ActorCritic(nn.Module):
 
         hidden = read(outputs.last_hidden_state, packed.reads)
         states = [read(outputs.hidden_states[layer], packed.reads) for layer in reads.layers]
-        of_prompts = [
-            read(outputs.hidden_states[layer], packed.prompt_ends) for layer in reads.prompt_layers
+        of_turns = [
+            read(outputs.hidden_states[layer], packed.turn_begins) for layer in reads.turn_layers
         ]
-        return hidden, (states or [hidden]) + of_prompts
+        return hidden, (states or [hidden]) + of_turns
 
     def _project(
         self, hidden: Tensor, sequences: Sequences, temperature: float, **kwargs: Any

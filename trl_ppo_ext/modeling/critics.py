@@ -14,7 +14,8 @@ from .adapters import KINDS, check_fit
 SIDE_WIDTH = 256
 SIDE_STATES = 4  # layers that the side network reads, at equal distances
 COSINES = 16
-# random directions of the prompt's state, and as many of all else, in which the first fit sees them
+# random directions of the state where a turn begins, and as many of all else, in which the first
+# fit sees them
 DIRECTIONS = 256
 # in the first fit, of a weight of a direction and of a cosine, in completions
 FIRST_COSTS = 128.0, 16.0
@@ -78,11 +79,11 @@ class FirstFit(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """Layers of the trunk after which states are read: at each token, and at the end of its
-    prompt."""
+    """Layers of the trunk after which states are read: at each token, and where its turn
+    begins."""
 
     layers: Sequence[int] = ()  # none: the last state
-    prompt_layers: Sequence[int] = ()
+    turn_layers: Sequence[int] = ()
 
 
 class Critic(nn.Module):
@@ -100,8 +101,8 @@ class Critic(nn.Module):
 
     kind: str = "own"  # under which it is saved; a critic of another kind is not loaded
     layers: Sequence[int] = ()  # of the trunk, after which it reads states; none: the last state
-    # after which it also reads, at all tokens, the state at the end of the prompt
-    prompt_layers: Sequence[int] = ()
+    # after which it also reads, at all tokens of a turn, the state in which the turn begins
+    turn_layers: Sequence[int] = ()
     learning_rate: float | None = None  # None: that of the policy
 
     def __init__(self, is_normalized: bool = True):
@@ -112,9 +113,10 @@ class Critic(nn.Module):
     # ---- what a critic must define ----
 
     def inputs(self, states: list[Tensor], positions: Tensor, observed: Tensor | None) -> Tensor:
-        """`[tokens, features]` from states `[tokens, hidden]` after each of `layers`, and at the end
-        of the prompt after each of `prompt_layers`.
+        """`[tokens, features]` from states `[tokens, hidden]` after each of `layers`, and those in
+        which the turn begins after each of `turn_layers`.
 
+        Without an environment that is the state at the end of the prompt.
         `positions` in the completion and what it observed are `[tokens]`. Gradients flow into the
         policy's adapter through states that are not detached.
         """
@@ -205,7 +207,7 @@ def side_layers(num_layers: int) -> list[int]:
     return sorted({round(num_layers * (i + 1) / SIDE_STATES) for i in range(SIDE_STATES)})
 
 
-def prompt_layer(layers: Sequence[int]) -> int:
+def turn_layer(layers: Sequence[int]) -> int:
     """Of these layers the one whose state at the end of a prompt tells most of its worth, to a
     linear fit."""
     return layers[-2]
@@ -231,14 +233,15 @@ def _slope(x: Tensor, y: Tensor, all_sum: Reduction) -> Tensor:
 
 
 class SideCritic(ValueHead):
-    """Gated MLP on states of several layers, the state at the end of the prompt, the position in
+    """Gated MLP on states of several layers, the state in which the turn begins, the position in
     the completion, and the rewards before it.
 
     It reads the states that the policy's forward computes anyway, and nothing flows back into them:
-    the value loss cannot pull at the policy. States in a completion tell the next token, and little
-    of what the prompt is worth, which the state at its end tells. A return depends on how much of a
-    completion is left, so the position is an input (https://huggingface.co/papers/1712.00378), and
-    the rewards so far tell what no state of the policy holds.
+    the value loss cannot pull at the policy. States within a turn tell the next token, and little of
+    what is still to come; the state in which it begins, at the end of the prompt or of what an
+    environment wrote, tells more. A return depends on how much of a completion is left, so the
+    position is an input (https://huggingface.co/papers/1712.00378), and the rewards so far tell what
+    no state of the policy holds.
 
     A step of Adam moves every weight by the learning rate, and so an output by that times the sum
     of its inputs. They are scaled to the same sum at any width of the policy
@@ -263,11 +266,11 @@ class SideCritic(ValueHead):
     ):
         super().__init__(SIDE_WIDTH, is_normalized, device)
         self.layers = side_layers(num_layers)
-        self.prompt_layers = [prompt_layer(self.layers)]
-        self.prompt_size = hidden_size
+        self.turn_layers = [turn_layer(self.layers)]
+        self.turn_size = hidden_size  # of the state in which a turn begins
         of_layers = (len(self.layers) - 1) * hidden_size + last_size
         position_and_rewards = last_size + 1
-        width = self.prompt_size + of_layers + position_and_rewards
+        width = self.turn_size + of_layers + position_and_rewards
         self.scale = SIDE_WIDTH / width  # of the inputs
         self.first = nn.Linear(width, 2 * SIDE_WIDTH, dtype=torch.float32, device=device)
         self.first.weight.data /= self.scale
@@ -288,12 +291,12 @@ class SideCritic(ValueHead):
         return rewards_so_far(token_scores, mask, Units.of(state.rewards), is_known)
 
     def inputs(self, states: list[Tensor], positions: Tensor, observed: Tensor | None) -> Tensor:
-        """State of the prompt, states, position and rewards so far, each as long as a state, and
-        cosines of the position for the first fit."""
-        *own, of_prompt = states
+        """State in which the turn begins, states, position and rewards so far, each as long as a
+        state, and cosines of the position for the first fit."""
+        *own, of_turn = states
         size = own[-1].shape[-1]
         normalized = [
-            nn.functional.rms_norm(x.detach().float(), x.shape[-1:]) for x in (of_prompt, *own)
+            nn.functional.rms_norm(x.detach().float(), x.shape[-1:]) for x in (of_turn, *own)
         ]
         cosines = self.cosines(positions)
         position = nn.functional.pad(cosines, (0, size - COSINES))
@@ -340,14 +343,14 @@ class SideCritic(ValueHead):
     def directions(self) -> Tensor:
         """Random directions of the inputs, the same for all runs, and the cosines.
 
-        Those of the prompt are apart: among all others, its state would drown.
+        Those of the state in which a turn begins are apart: among all others, it would drown.
         """
         generator = torch.Generator().manual_seed(0)
-        of_prompt = torch.randn(DIRECTIONS, self.prompt_size, generator=generator)
+        of_turn = torch.randn(DIRECTIONS, self.turn_size, generator=generator)
         others = torch.randn(
-            DIRECTIONS, self.first.in_features - self.prompt_size, generator=generator
+            DIRECTIONS, self.first.in_features - self.turn_size, generator=generator
         )
-        every = torch.block_diag(of_prompt, others, torch.eye(COSINES))
+        every = torch.block_diag(of_turn, others, torch.eye(COSINES))
         return every.to(self.first_fit.device)
 
     def fit(
@@ -367,7 +370,7 @@ class SideCritic(ValueHead):
 
         A baseline of a completion must not hold its return. So there is also a fit without each
         part of the prompts; `parts` has the number of each token's part, and `completions` how many
-        completions have steps in each one. What those fits read from prompts may hold for no
+        completions have steps in each one. What those fits read where turns begin may hold for no
         others, so it counts as far as it fits the prompts that were left out, and all else is
         fitted to what it leaves.
         """
@@ -398,11 +401,11 @@ class SideCritic(ValueHead):
             outputs = [(y.to(dtype) @ by_part).gather(1, of_part[:, None]) for y, of_part in chunks]
             return torch.cat(outputs)[:, 0]
 
-        # 1. How far what is read from prompts holds for those that were left out.
+        # 1. How far what is read where turns begin holds for prompts that were left out.
         without = [self._ridge(whole - of_part) for of_part in sums]
-        from_prompts = of_left_out(read[:, :DIRECTIONS], [x[:DIRECTIONS] for x in without])
+        from_turns = of_left_out(read[:, :DIRECTIONS], [x[:DIRECTIONS] for x in without])
         from_others = of_left_out(read[:, DIRECTIONS:], [x[DIRECTIONS:] for x in without])
-        share = _slope(from_prompts[steps], (targets - from_others)[steps], all_sum).cpu().double()
+        share = _slope(from_turns[steps], (targets - from_others)[steps], all_sum).cpu().double()
 
         # 2. The fits with that share of it.
         without = [
@@ -413,8 +416,8 @@ class SideCritic(ValueHead):
         left_out = of_left_out(read, without).to(read)
         return FirstFit(weights @ self.directions(), read @ weights, left_out)
 
-    def _ridge(self, sums: Tensor, from_prompts: Tensor | None = None) -> Tensor:
-        """Weights of a summary, of which those of the prompt may be given.
+    def _ridge(self, sums: Tensor, from_turns: Tensor | None = None) -> Tensor:
+        """Weights of a summary, of which those of the state in which a turn begins may be given.
 
         `sums` are those of products of its entries and the targets; the last one is the number of
         completions.
@@ -430,11 +433,11 @@ class SideCritic(ValueHead):
         everywhere = self.cosines(positions).cpu().double()
         ridge[-COSINES:, -COSINES:] += everywhere.T @ everywhere
         matrix = products + ridge
-        if from_prompts is None:
+        if from_turns is None:
             return torch.linalg.solve(matrix, totals)
-        left = (totals - matrix[:, :DIRECTIONS] @ from_prompts)[DIRECTIONS:]
+        left = (totals - matrix[:, :DIRECTIONS] @ from_turns)[DIRECTIONS:]
         others = torch.linalg.solve(matrix[DIRECTIONS:, DIRECTIONS:], left)
-        return torch.cat([from_prompts, others])
+        return torch.cat([from_turns, others])
 
     def check(
         self,

@@ -46,7 +46,6 @@ from .rollouts import (
     observed_by_critic,
     read_by_critic,
     rows_of_environments,
-    score_tokens,
     unit_of,
 )
 from .state import RunState
@@ -511,17 +510,21 @@ def outputs_after(
     if not gather_object(rows):  # on any rank
         return None
     rows = rows or [0]
-    # the value of a state is at the token that follows it: one that nothing else reads
     pad_token_id = components.tokenizer.pad_token_id
     index = torch.tensor(rows)
     own = sequences.rows(index)
     on_device = index.to(device)
-    completions = [
-        episodes[row].completion_ids + episodes[row].following + [pad_token_id] for row in rows
-    ]
-    last = [[0] * (len(ids) - 1) + [1] for ids in completions]
+    completions = []
+    turns = []
+    for row in rows:
+        episode = episodes[row]
+        following = episode.following
+        # the value of a state is at the token that follows it: one that nothing else reads
+        completions.append(episode.completion_ids + following + [pad_token_id])
+        # after what the policy would have read, another turn begins
+        turns.append(episode.sampled + [0] * len(following) + [episode.turns + bool(following)])
     prompts = [episodes[row].prompt_ids for row in rows]
-    ends = Sequences.from_token_ids(prompts, completions, pad_token_id, device, sampled=last)
+    ends = Sequences.from_token_ids(prompts, completions, pad_token_id, device, sampled=turns)
     ends = replace(
         ends,
         critic_prompt_ids=own.critic_prompt_ids,
@@ -529,12 +532,17 @@ def outputs_after(
     )
     padding = 0, ends.completion_ids.shape[1] - sequences.completion_ids.shape[1]
     scores = nn.functional.pad(samples.scored.tokens[on_device], padding)
-    mask = nn.functional.pad(sequences.completion_mask[on_device], padding)
-    ends = observed_by_critic(critic, ends, scores, mask | ends.completion_mask, run)
+    ends = observed_by_critic(critic, ends, scores, ends.completion_mask, run)
+
+    def read(inputs: Tensor) -> Tensor:
+        return critic(inputs) if added is None else critic(inputs) + inputs @ added
+
     with unsharded(actor_critic):  # ranks have other numbers of rows
-        outputs = score_tokens(components, ends, with_reference=False).values.sum(1)
-        if added is not None:
-            order = torch.cat(micro_batches(components.args, ends)).to(device)
-            fitted = torch.cat(read_by_critic(components, ends, lambda inputs: inputs @ added))
-            outputs = outputs + fitted[order.argsort()]
+        by_token = torch.cat(read_by_critic(components, ends, read))
+    # micro-batches have their own order
+    order = torch.cat(micro_batches(components.args, ends)).to(device)
+    is_sampled = ends.completion_mask[order]
+    outputs = by_token.new_zeros(is_sampled.shape).masked_scatter(is_sampled, by_token)
+    last = ends.completion_lengths.to(device) - 1
+    outputs = outputs[order.argsort()].gather(1, last[:, None])[:, 0]
     return outputs.new_zeros(len(sequences)).index_put((on_device,), outputs)

@@ -16,7 +16,7 @@ from .. import ppo_math
 from ..batch_plan import BatchPlan
 from ..data import RolloutSampler, spread_rows
 from ..episodes import Episode
-from ..modeling.critics import COSINES, Reads, prompt_layer, side_layers
+from ..modeling.critics import COSINES, Reads, side_layers, turn_layer
 from ..ppo.credit import build_credit
 from ..ppo.metrics import Metrics
 from ..ppo.rollouts import Rollout, Samples, collect
@@ -347,12 +347,12 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def read_states(trainer: PPOTrainer, rollout: Rollout) -> Tensor:
-    """Position as cosines, last states of the policy, and its state at the end of the prompt, at the
+    """Position as cosines, last states of the policy, and its state where the turn begins, at the
     tokens that it learns from, `[tokens, features]`."""
     features = []
     length = trainer.args.max_completion_length
     layers = side_layers(trainer.actor_critic.config.get_text_config().num_hidden_layers)
-    reads = Reads(prompt_layers=[prompt_layer(layers)])
+    reads = Reads(turn_layers=[turn_layer(layers)])
     for index in torch.arange(len(rollout)).split(trainer.plan.micro_batch_size):
         part = rollout.rows(index)
         sequences = part.sequences
