@@ -56,7 +56,7 @@ from .ppo.credit import build_credit
 from .ppo.guards import SamplerComparison, count_skipped
 from .ppo.metrics import Metrics, check_best_metric
 from .ppo.progress import Progress
-from .ppo.rollouts import Components, Samples, collect, sample
+from .ppo.rollouts import Components, EvaluationBatch, Samples, collect, sample
 from .ppo.state import RunState
 from .ppo.updates import MicroBatch, Updates, set_apart
 from .private_names import warn_of_missing_names
@@ -388,6 +388,7 @@ class PPOTrainer(Trainer):
         self._skipped = 0  # optimizer steps in a row
         self._is_collecting = False
         self._evaluated = "eval"  # prefix of the last evaluation's metrics
+        self._eval_batches = 0  # of this evaluation so far
 
         # 2. of a training
         self._begun = False
@@ -779,9 +780,14 @@ class PPOTrainer(Trainer):
             num_valid = max(
                 gradient_state.remainder - self.accelerator.process_index * len(inputs), 0
             )
+        # as Accelerate deals batches to processes
+        number = self._eval_batches * self.accelerator.num_processes
+        number += self.accelerator.process_index
+        evaluated = EvaluationBatch(number * self.args.eval_batch_size, num_valid)
+        self._eval_batches += 1
         metrics = self.metrics["eval"]
         self._samples["eval"] = sample(
-            self.components, inputs, self.run_state, metrics, self.state, num_valid
+            self.components, inputs, self.run_state, metrics, self.state, evaluated
         )
         return None, None, None
 
@@ -795,6 +801,7 @@ class PPOTrainer(Trainer):
                 "`eval_strategy`."
             )
         self._evaluated = metric_key_prefix
+        self._eval_batches = 0
         self.metrics["eval"].load_state_dict({})  # of an evaluation that failed
         with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)

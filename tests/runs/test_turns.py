@@ -255,6 +255,29 @@ def test_group_of_episodes_shares_its_seed(tmp_path):
     assert "frac_reward_zero_std" in run.state.log_history[0]
 
 
+def test_all_evaluations_play_the_same_games(tmp_path):
+    """Whatever the policy has sampled before, and in batches of any size."""
+    played = []
+
+    class Seen(Echo):
+        def reset(self, row, seed):
+            played.append((row.get("number"), seed))
+            return super().reset(row, seed)
+
+    def games(run):
+        played.clear()
+        run.evaluate()
+        return dict(played)
+
+    rows = prompts().select(range(11)).add_column("number", list(range(11)))
+    settings = {"environment_factory": Seen, "eval_dataset": rows, "max_steps": 4}
+    run = echo_trainer(tmp_path, per_device_eval_batch_size=4, learning_rate=0.05, **settings)
+    before = games(run)
+    run.train()
+    assert games(run) == before and len(set(before.values())) == 11
+    assert games(echo_trainer(tmp_path, per_device_eval_batch_size=3, **settings)) == before
+
+
 def test_reward_of_a_class_that_is_named_by_an_address_has_a_name_that_lasts(tmp_path):
     """As those of TRL's `OpenRewardSpec`, in two processes."""
     for number in (0x7FF907ACED10, 0x7FB46856FD90):

@@ -190,7 +190,7 @@ def log_completions(
 def log_episodes(
     metrics: Metrics,
     episodes: Sequence[Episode],
-    num_valid: int | None,
+    num_valid: int,
     valid: Tensor,
     names: list,
     values: Mapping,

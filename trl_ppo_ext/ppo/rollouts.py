@@ -46,6 +46,8 @@ from .state import RunState
 
 logger = logging.get_logger(__name__)
 
+OF_EVALUATIONS = -2  # in place of the optimizer step, in seeds of environments
+
 
 class Samples(NamedTuple):
     """Completions of a batch of prompts with their scores."""
@@ -229,24 +231,32 @@ class Components:
         return self.accelerator.reduce(x, reduction="sum")
 
 
+class EvaluationBatch(NamedTuple):
+    """Which rows of an evaluation a batch has."""
+
+    first: int  # place of its first row in the split
+    num_valid: int  # rows that count; others fill it up
+
+
 def sample(
     components: Components,
     rows: Sequence[dict],
     run: RunState,
     metrics: Metrics,
     state: TrainerState,
-    num_valid: int | None,
+    evaluated: EvaluationBatch | None = None,
 ) -> Samples:
-    """Sample and score a completion per row; the first `num_valid` of an evaluation (`None`:
-    training) are logged."""
+    """Sample and score a completion per row of a rollout or, if `evaluated` is given, of an
+    evaluation."""
     critic = components.actor_critic.value_head
     device = components.accelerator.device
-    training = num_valid is None
+    training = evaluated is None
+    num_valid = len(rows) if evaluated is None else evaluated.num_valid
     is_ahead = training and components.player.generator.ahead is not None
     prepare_forwards(components)
 
     # 1. Play an episode for each row: a completion, or several turns.
-    episodes = play(components, rows, metrics, state, training)
+    episodes = play(components, rows, metrics, state, evaluated)
     sequences = to_sequences(episodes, components.tokenizer.pad_token_id, device)
     endings = [episode.ending == "stopped" for episode in episodes]
     stopped = torch.tensor(endings).to(device, non_blocking=True)
@@ -265,7 +275,7 @@ def sample(
         tokens = score_tokens(components, sequences)
 
     # 4. Exclude what is not finite.
-    valid = torch.arange(len(rows), device=device) < (len(rows) if num_valid is None else num_valid)
+    valid = torch.arange(len(rows), device=device) < num_valid
     step = state.global_step + 1 if training else None
     tokens, scored, excluded = without_nonfinite(components, tokens, scored, valid, metrics, step)
     metrics.total("unscored_completions", scored.unscored & valid)
@@ -319,11 +329,12 @@ def play(
     rows: Sequence[dict],
     metrics: Metrics,
     state: TrainerState,
-    training: bool,
+    evaluated: EvaluationBatch | None,
 ) -> list[Episode]:
     """Play an episode of the policy for each row."""
     actor_critic = components.actor_critic
-    seeds = seeds_of_episodes(components, len(rows), state, training)
+    training = evaluated is None
+    seeds = seeds_of_episodes(components, len(rows), state, evaluated)
     step = state.global_step if training else None
     with timed("generate", metrics), actor_critic.adapter(actor_critic.policy_adapter):
         episodes = components.player.play(rows, seeds, step, not training)
@@ -441,7 +452,7 @@ def collect(
 ) -> tuple[Rollout, RunState, Samples]:
     """Collect a rollout from rows of the dataset, and return it with the state for the next one."""
     # 1. Play, score, and run policy, reference and critic.
-    samples = sample(components, rows, run, metrics, state, num_valid=None)
+    samples = sample(components, rows, run, metrics, state)
     if state.global_step == 0:
         check_by_critic(components, samples)
     gather = components.accelerator.gather
@@ -732,16 +743,18 @@ def scoring_batch(
 
 
 def seeds_of_episodes(
-    components: Components, rows: int, state: TrainerState, training: bool
+    components: Components, rows: int, state: TrainerState, evaluated: EvaluationBatch | None
 ) -> list[int]:
-    """Seeds of environments: the same for all episodes of a prompt and, in training, on any
-    number of ranks."""
-    group = components.args.num_generations
-    step = state.global_step
-    if not training:  # of the evaluation's stream
+    """Seeds of environments, the same on any number of ranks: for all episodes of a prompt in
+    training, and for a row of a split in all evaluations."""
+    if evaluated is None:
+        step = state.global_step
+        group = components.args.num_generations
+        first = components.accelerator.process_index * rows
+    else:
+        step = OF_EVALUATIONS
         group = 1
-        step = int(torch.randint(2**31, ()))
-    first = components.accelerator.process_index * rows
+        first = evaluated.first
     return [
         hash((components.args.seed, step, (first + row) // group)) % 2**31 for row in range(rows)
     ]
