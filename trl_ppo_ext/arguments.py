@@ -22,7 +22,7 @@ from .config import EARLIER_NAME, PRIVILEGED_STATE, PPOConfig
 from .data import tokenize_prompts, with_prompts
 from .distributed import check_deepspeed, check_fsdp, uses_fsdp
 from .episodes import Environments, ensure_pad_token, stop_token_ids
-from .episodes.environments import has_privileged_state
+from .episodes.environments import privileged_state
 from .modeling.loading import check_model_arguments, hub_kwargs, load_config
 from .rewards import check_reward_arguments, check_reward_columns
 from .text import end_of_turn
@@ -193,7 +193,7 @@ def _check_prompts_of_roles(args: PPOConfig, environments: Environments) -> None
     """Raise if critic or reference would read what no environment or row has; warn of a state that
     neither reads."""
     with_state = {
-        x.type.__name__ for x in environments.kinds.values() if has_privileged_state(x.type)
+        x.type.__name__ for x in environments.kinds.values() if privileged_state(x.type)
     }
     named = {args.critic_options.prompt, args.reference_prompt}
     if not with_state and named & {PRIVILEGED_STATE, EARLIER_NAME}:

@@ -112,6 +112,34 @@ def test_reference_reads_the_privileged_state_and_what_follows(tmp_path, critic)
         torch.testing.assert_close(rollout.ref_logprobs[row, : len(sampled)], expected * sampled)
 
 
+class Wrapper:
+    """As Gymnasium's, which passes no other attributes on."""
+
+    def __init__(self, environment):
+        self.environment = environment
+
+    @property
+    def unwrapped(self):
+        return self.environment
+
+    def reset(self, *, seed=None, options=None):
+        return self.environment.reset(seed=seed, options=options)
+
+    def step(self, text):
+        return self.environment.step(text)
+
+
+def test_methods_below_a_wrapper_are_called(tmp_path):
+    class Paid(Limited):
+        def get_reward(self):
+            return 100.0
+
+    run = episodes_run(tmp_path, lambda: Wrapper(Paid()), critic="adapter")
+    rollout, samples = first_rollout(run)
+    assert samples.scored.totals.min() > 100
+    assert rollout.sequences.critic_prompt_lengths.min() > 2
+
+
 def first_rollout(run, value=None):
     if value is not None:
         run.actor_critic.value_head.bias.data.fill_(value)

@@ -39,16 +39,16 @@ MESSAGE_PARTS = frozenset(
 _NOT_TOOLS = ("reset", "get_reward", PRIVILEGED_STATE, EARLIER_NAME)
 
 
-def has_privileged_state(environment: Any) -> bool:
-    """Check if an environment, or its class, has a text that critic or reference may read."""
-    return hasattr(environment, PRIVILEGED_STATE) or hasattr(environment, EARLIER_NAME)
+def method_of(environment: Any, name: str) -> Callable[[], Any] | None:
+    """Method of an environment, or of its class; some wrappers hide those of what they wrap."""
+    inner = getattr(environment, "unwrapped", None)
+    return getattr(environment, name, None) or getattr(inner, name, None)
 
 
-def privileged_state(environment: Any) -> Callable[[], Any]:
-    """Method of an environment that returns this text, also under its earlier name."""
-    if hasattr(environment, PRIVILEGED_STATE):
-        return environment.privileged_state
-    return environment.hidden_state
+def privileged_state(environment: Any) -> Callable[[], Any] | None:
+    """Method of an environment, or of its class, that returns a text which critic or reference may
+    read, also under its earlier name."""
+    return method_of(environment, PRIVILEGED_STATE) or method_of(environment, EARLIER_NAME)
 
 
 class StepResult(str):
@@ -583,7 +583,7 @@ class EnvironmentReward:
     async def _entry(self, episode: Episode) -> Any:
         if episode.kind.type is not self.type:
             return None
-        get_reward = getattr(episode.environment, "get_reward", lambda: None)
+        get_reward = method_of(episode.environment, "get_reward") or (lambda: None)
         ask = partial(bounded, partial(called, get_reward), self.environments.timeout)
         try:
             if episode.error is not None:

@@ -32,7 +32,6 @@ from .environments import (
     Environments,
     TextEnvironment,
     bounded,
-    has_privileged_state,
     privileged_state,
 )
 from .episode import Episode, decode
@@ -182,9 +181,9 @@ class EnvironmentPlayer(Player):
             self._observe(episode, observation)
 
         # 2. Show critic or reference what the policy must find out.
-        has_state = bool(self.shown_to) and has_privileged_state(episode.environment)
-        if episode.error is None and has_state:
-            ask = partial(called, privileged_state(episode.environment))
+        shows = privileged_state(episode.environment) if self.shown_to else None
+        if episode.error is None and shows is not None:
+            ask = partial(called, shows)
             state = await self._answer(episode, "privileged state", ask, seed, changes_state=False)
             if episode.error is None:
                 self._show(episode, state)
