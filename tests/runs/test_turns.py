@@ -19,10 +19,11 @@ from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, trainer, weights,
 from scripted import Echo, call, fails, write_turns
 from tiny import WORDS, byte_tokenizer, config, length_reward, llama, prompts, tokenizer
 
-from trl_ppo_ext import PPOTrainer, RewardError, ppo_math
+from trl_ppo_ext import PPOTrainer, RewardError, StepResult, ppo_math
 from trl_ppo_ext import trainer as trainer_module
 from trl_ppo_ext.data import REWARD_ARGUMENTS, weighted_rows
 from trl_ppo_ext.modeling.loading import load_actor_critic
+from trl_ppo_ext.ppo import credit
 from trl_ppo_ext.ppo.rollouts import Rollout
 from trl_ppo_ext.ppo.updates import ppo_loss
 from trl_ppo_ext.sequences import Sequences
@@ -674,6 +675,33 @@ def test_special_tokens_that_a_reset_spells_are_text(tmp_path, as_messages):
         assert Page.text in run.processing_class.decode(episode.prompt_ids)
         special.append([token for token in episode.prompt_ids if token < 3])
     assert special[0] == special[1]
+
+
+def test_values_stand_for_what_a_limit_cut_if_no_reward_is_named(tmp_path):
+    class Paying:
+        def reset(self, **row):
+            pass
+
+        def privileged_state(self):
+            return "add"
+
+        def add(self, number: int) -> str:
+            """
+            Add a number.
+
+            Args:
+                number: The number.
+            """
+            return StepResult(str(number), reward=1.0)
+
+    settings = {"reference_prompt": "privileged_state", "kl_coef": 0.1, "critic": "head"}
+    limits = {"bootstrap_truncated": True, "max_completion_length": 100}
+    turns = {f"Q{n}": [call("add", number=1)] * 9 for n in range(4)}
+    run = chat_trainer(tmp_path, turns, environment_factory=Paying, **settings | limits)
+    seen = rollouts_of(run)
+    run.train()
+    samples = seen[0][1]
+    assert samples.scored.totals.min() >= 1 and credit.goes_on(samples) == [True] * 4
 
 
 def test_reward_labels_skip_the_reward_of_an_environment(tmp_path):

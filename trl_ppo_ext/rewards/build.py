@@ -71,9 +71,10 @@ def _is_function(entry: Any) -> bool:
     return callable(entry) and not is_model and not _is_reward(entry)
 
 
-def no_reward(completions: list, **kwargs: Any) -> list[float]:
-    """Reward of a run that only distills its reference."""
-    return [0.0] * len(completions)
+def no_reward(completions: list, **kwargs: Any) -> list[list]:
+    """Reward of a run that only distills its reference: nowhere, so that after a limit a value may
+    stand for the rest."""
+    return [[] for _ in completions]
 
 
 def check_reward_arguments(
