@@ -283,6 +283,11 @@ def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> di
             "'{\"enable_thinking\": false}'."
         )
     of_row = without_none(of_row)
+    if tools and (template_kwargs or {}).get("tools"):
+        logger.warning_once(
+            "The column `tools` is not shown: only the tools of the trainer can be called. Remove "
+            "the column, or pass its tools as `tools`."
+        )
     kwargs = {"tools": tools, **(template_kwargs or {}), **of_row}
     if reserved := kwargs.keys() & OF_TOKENIZING:
         raise PromptError(
@@ -309,6 +314,11 @@ def prompt_limit(
     return min(limit, max_prompt_length or limit)
 
 
+def _columns(dataset: Dataset | IterableDataset) -> list[str]:
+    """Names of the columns; a stream may know only those of its rows."""
+    return dataset.column_names or list(next(iter(dataset), {}))
+
+
 def _check_columns(dataset: Any, name: str, others: Mapping[str, str]) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
         got = type(dataset).__name__
@@ -324,7 +334,7 @@ def _check_columns(dataset: Any, name: str, others: Mapping[str, str]) -> None:
             f"`{name}` has a transform (`set_transform`), which tokenizing skips; use "
             "`dataset.map`."
         )
-    columns = dataset.column_names or list(next(iter(dataset), {}))
+    columns = _columns(dataset)
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
         raise PromptError(f"`{name}` is empty; PPO needs at least one prompt.")
     if "prompt" not in columns:
@@ -412,7 +422,7 @@ def with_prompts(dataset: Any, tokenizer: PreTrainedTokenizerBase, rows: int) ->
             return Dataset.from_dict({"prompt": [prompt] * rows})
         return None
     dataset = as_dataset(dataset)
-    if "prompt" in (dataset.column_names or ["prompt"]):
+    if "prompt" in _columns(dataset):
         return dataset
     return dataset.map(lambda _: {"prompt": prompt})
 

@@ -34,6 +34,7 @@ from trl_ppo_ext.data import (
     RolloutSampler,
     Rows,
     StreamedRows,
+    row_template_kwargs,
     weighted_rows,
 )
 from trl_ppo_ext.text import encode_completed
@@ -194,6 +195,13 @@ def test_tools_and_template_kwargs_of_a_row_reach_the_template(kind):
     )
     one, two = [row[PROMPT_IDS] for row in given]
     assert (one[-1], two[0]) == (13, 12) and one[:-1] == two[1:]
+
+
+def test_tools_of_a_row_beside_those_of_the_trainer_are_said_to_be_dropped(caplog, monkeypatch):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    given = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+    assert row_template_kwargs({"tools": TOOLS}, given) == given
+    assert "The column `tools` is not shown" in caplog.text
 
 
 @both_kinds
