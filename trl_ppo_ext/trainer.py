@@ -54,7 +54,7 @@ from .modeling.critics import CriticFactory
 from .modeling.loading import add_critic_to_optimizer, load_actor_critic
 from .ppo.credit import build_credit
 from .ppo.guards import SamplerComparison, count_skipped
-from .ppo.metrics import Metrics, check_best_metric
+from .ppo.metrics import Metrics, check_best_metric, names_of_evaluations
 from .ppo.progress import Progress
 from .ppo.rollouts import Components, EvaluationBatch, Samples, collect, sample
 from .ppo.state import RunState
@@ -327,9 +327,10 @@ class PPOTrainer(Trainer):
             for x in callbacks or ()
             if not getattr(x, "__module__", "").startswith("transformers.")
         ]
+        played = player.names if environments.kinds or environments.rollout_func else None
+        self._names_of_evaluations = names_of_evaluations(args, rewards, monitors, played)
         # the user's callbacks and subclasses may add metrics
         if not users and type(self) is PPOTrainer:
-            played = player.names if environments.kinds or environments.rollout_func else None
             check_best_metric(args, eval_dataset, rewards, monitors, played)
         self._add_callbacks(model_id)
 
@@ -806,15 +807,28 @@ class PPOTrainer(Trainer):
         with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
-        # all fail: NaN, never the best
-        if "reward" not in metrics and (best := self.args.metric_for_best_model):
-            metrics[f"eval_{best.removeprefix('eval_')}".removeprefix(f"{metric_key_prefix}_")] = (
-                math.nan
-            )
+        self._fill_in_best_metric(metrics, metric_key_prefix)
         output.metrics.update(
             {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         )
         return output
+
+    def _fill_in_best_metric(self, metrics: dict[str, float], prefix: str) -> None:
+        """Let the metric for the best model be NaN, never the best, where all rows failed or none
+        has it."""
+        best = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
+        name = best.removeprefix(f"{prefix}_")
+        if name == best or name in metrics:  # of another split, or measured
+            return
+        if "reward" not in metrics:
+            metrics[name] = math.nan
+        elif name in self._names_of_evaluations:
+            metrics[name] = math.nan
+            logger.warning_once(
+                f"`metric_for_best_model={best!r}` is of nothing in this evaluation, whose rows "
+                "have no such environment, reward or call, so this is not the best model; choose "
+                "another metric, or add such rows."
+            )
 
     def predict(self, *args, **kwargs) -> PredictionOutput:
         """Sample and score rows, which are not logged."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import random
 import time
@@ -18,6 +19,7 @@ from processes import finished, start
 from runs_of_tiny import PROMPTS, plain_logprobs, rollouts_of, trainer, weights, write_completions
 from scripted import Echo, call, fails, write_turns
 from tiny import WORDS, byte_tokenizer, config, length_reward, llama, prompts, tokenizer
+from transformers.utils import logging as transformers_logging
 
 from trl_ppo_ext import PPOTrainer, RewardError, StepResult, ppo_math
 from trl_ppo_ext import trainer as trainer_module
@@ -1140,6 +1142,43 @@ def test_missing_columns_of_a_stream_are_none(tmp_path):
     built = trainer(tmp_path, reward_funcs=reward, dataset=stream, max_steps=1)
     built.train()
     assert seen == [[None, 3] * 4]
+
+
+@pytest.mark.parametrize("knows_columns", [False, True])
+def test_stream_needs_no_prompts_if_the_environment_writes_them(tmp_path, knows_columns):
+    rows = [{"level": number} for number in range(8)]
+    if knows_columns:
+        stream = Dataset.from_list(rows).to_iterable_dataset()
+    else:
+        stream = IterableDataset.from_generator(lambda: iter(rows))
+    run = echo_trainer(tmp_path, train_dataset=stream, max_steps=1)
+    run.train()
+    assert run.state.log_history[0]["rewards/Echo/mean"] > 0
+
+
+@pytest.mark.parametrize(
+    "metric",
+    ["eval_episodes/echo/reward", "eval_rewards/Echo/mean", "eval_tools/failure_frequency"],
+)
+def test_metric_of_what_no_evaluated_row_has_is_never_the_best(
+    tmp_path, metric, caplog, monkeypatch
+):
+    class Silent(Echo):
+        pass
+
+    monkeypatch.setattr(transformers_logging.get_logger("trl_ppo_ext"), "propagate", True)
+    rows = [{"prompt": "w1", "environment": name} for name in ("echo", "silent") * 4]
+    settings = {
+        "environment_factory": {"echo": Echo, "silent": Silent},
+        "eval_dataset": Dataset.from_list(rows[1::2]),
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": metric,
+    }
+    run = echo_trainer(tmp_path, train_dataset=rows, max_steps=4, **settings)
+    run.train()
+    assert run.state.best_metric is None or math.isinf(run.state.best_metric)
+    assert f"`metric_for_best_model='{metric}'` is of nothing in this evaluation" in caplog.text
 
 
 def test_limits_of_an_environment_are_logged_apart_from_those_of_length(tmp_path):

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -22,8 +23,9 @@ from ..data import PROMPT_IDS, prompt_limit
 from ..episodes import Environments
 from ..modeling.adapters import read_adapter, read_critic
 from ..modeling.loading import add_policy_adapter, hub_kwargs, load_config
+from ..ppo.metrics import check_best_metric
 from ..redaction import shortened
-from ..rewards import RewardAdapter
+from ..rewards import FunctionReward, RewardAdapter, is_function, with_distinct_names
 from ..tools.memory import GIB, PROMPT_LENGTH, estimate_memory, on_meta
 from ..tracking.completions import check_trackers
 from .estimate import print_estimate, work_of
@@ -106,6 +108,7 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
     _check_saved_parts(args, arguments)
     if isinstance(adapter, PeftConfig):
         _check_modules(adapter, args, name)
+    _check_best_metric(args, arguments, datasets["eval_dataset"], environments)
     prompts = read_prompts(
         name,
         tokenizer_name(name, adapter),
@@ -155,6 +158,24 @@ def _check_saved_parts(args: PPOConfig, arguments: dict[str, Any]) -> None:
     for reward in arguments["reward_funcs"] + arguments["monitor_funcs"]:
         if isinstance(reward, RewardAdapter):
             read_adapter(reward.path)
+
+
+def _check_best_metric(
+    args: PPOConfig, arguments: dict[str, Any], eval_dataset: Any, environments: Environments
+) -> None:
+    """Check the metric for the best model, unless it may be of a reward model, whose name is not
+    known before it is loaded."""
+    given = arguments["reward_funcs"], arguments["monitor_funcs"]
+    is_of_one = "/" in (args.metric_for_best_model or "")
+    if is_of_one and not all(map(is_function, chain(*given))):
+        return
+    of_rewards, of_monitors = (map(FunctionReward, filter(is_function, part)) for part in given)
+    rewards = with_distinct_names([*of_rewards, *environments.rewards])
+    monitors = with_distinct_names(list(of_monitors))
+    played = None
+    if environments.kinds:
+        played = [name for name in environments.kinds if name is not None]
+    check_best_metric(args, eval_dataset, rewards, monitors, played)
 
 
 def _check_modules(adapter: PeftConfig, args: PPOConfig, name: str) -> None:

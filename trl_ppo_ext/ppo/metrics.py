@@ -286,18 +286,13 @@ OF_EPISODES = set(
 OF_AN_ENVIRONMENT = "reward", "length", "turns", "count"
 
 
-def check_best_metric(
+def names_of_evaluations(
     args: PPOConfig,
-    eval_dataset: Any,
     rewards: Sequence[Any],
     monitors: Sequence[Any],
-    environments: Sequence[str] | None,  # names, if there are several; None without episodes
-) -> None:
-    """Raise a `ValueError` if no evaluation logs the metric for the best model, or if it is
-    constant."""
-    metric = args.metric_for_best_model
-    if metric is None or args.eval_strategy == "no":
-        return
+    environments: Sequence[str] | None,
+) -> set[str]:
+    """Names of what an evaluation logs, if its rows have it, besides metrics of the user's."""
     names = OF_EVALUATIONS.copy()
     if args.uses_reference:
         names |= OF_A_REFERENCE
@@ -310,6 +305,22 @@ def check_best_metric(
         names |= {f"rewards/{reward.name}/{part}" for part in ("mean", "std", "failed")}
     for reward in monitors:
         names |= {f"monitor/{reward.name}/{part}" for part in ("mean", "gap")}
+    return names
+
+
+def check_best_metric(
+    args: PPOConfig,
+    eval_dataset: Any,
+    rewards: Sequence[Any],
+    monitors: Sequence[Any],
+    environments: Sequence[str] | None,  # names, if there are several; None without episodes
+) -> None:
+    """Raise a `ValueError` if no evaluation logs the metric for the best model, or if it is
+    constant."""
+    metric = args.metric_for_best_model
+    if metric is None or args.eval_strategy == "no":
+        return
+    names = names_of_evaluations(args, rewards, monitors, environments)
     if isinstance(eval_dataset, dict):
         prefixes = [f"{name}_" for name in eval_dataset]
     else:

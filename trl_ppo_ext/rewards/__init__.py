@@ -7,9 +7,11 @@ from .build import (
     build_rewards,
     check_reward_arguments,
     check_reward_columns,
+    is_function,
     load_rewards,
     no_reward,
     reward_labels,
+    with_distinct_names,
 )
 from .model import ClassifierReward, RewardAdapter, load_classifier
 from .process import ProcessReward

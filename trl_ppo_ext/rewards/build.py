@@ -66,7 +66,8 @@ def _is_reward(entry: Any) -> bool:
     )
 
 
-def _is_function(entry: Any) -> bool:
+def is_function(entry: Any) -> bool:
+    """Check if a reward that a user passed is a function."""
     is_model = isinstance(entry, nn.Module | RewardAdapter | ProcessReward)
     return callable(entry) and not is_model and not _is_reward(entry)
 
@@ -92,7 +93,7 @@ def check_reward_arguments(
         )
     rewards = reward_funcs + monitor_funcs
     for reward in rewards:
-        if not (_is_function(reward) or isinstance(reward, MODELS) or _is_reward(reward)):
+        if not (is_function(reward) or isinstance(reward, MODELS) or _is_reward(reward)):
             raise TypeError(
                 "A reward must be a function, a classifier (id, path or model), a "
                 "`RewardAdapter`, a `ProcessReward`, or an object with `name` and `score` such as "
@@ -214,7 +215,7 @@ def check_reward_columns(
         return
     columns = getattr(dataset, "column_names", None)  # those of a stream may be unknown
     passed = [column for column in columns or () if column not in {"prompt"} | TOKEN_COLUMNS]
-    for function in filter(_is_function, reward_funcs if columns else ()):
+    for function in filter(is_function, reward_funcs if columns else ()):
         check_signature(function, passed + list(others), f"`{name}`")
 
 
@@ -297,13 +298,20 @@ def build_rewards(
         # rewards of environments, which come last, have neither
         for entry, own_tokenizer, label in zip_longest(reward_funcs, processing_classes, labels)
     ]
+    return with_distinct_names(rewards)
+
+
+def with_distinct_names(rewards: Sequence[Reward]) -> list[Reward]:
+    """The rewards, under names that metrics can tell apart."""
+    named: list[Reward] = []
     for index, reward in enumerate(rewards):
-        names = {other.name for other in rewards[:index]}
-        if any(reward is other for other in rewards[:index]):
-            rewards[index] = reward = copy.copy(reward)
-        while reward.name in names:  # metrics need distinct names
+        names = {other.name for other in named}
+        if any(reward is other for other in named):
+            reward = copy.copy(reward)
+        while reward.name in names:
             reward.name = f"{reward.name}_{index}"
-    return rewards
+        named.append(reward)
+    return named
 
 
 def _build_reward(

@@ -353,6 +353,16 @@ def test_dry_run_refuses_what_the_run_would(there, monkeypatch, capsys):
             "`output_dir` must not be the base model's own directory",
             "use another",
         ),
+        (
+            {
+                "dataset_test_split": "train",
+                "eval_strategy": "steps",
+                "eval_steps": 2,
+                "metric_for_best_model": "eval_rewrad",
+            },
+            "`metric_for_best_model` must be a metric of the evaluation, got 'eval_rewrad'",
+            "did you mean 'eval_reward'?",
+        ),
     ]
     for changes, problem, remedy in refused:
         assert run("--dry_run", **changes) == 2
