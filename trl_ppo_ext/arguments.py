@@ -192,7 +192,8 @@ def _check_sampling(args: PPOConfig, environments: Environments) -> None:
 def _check_prompts_of_roles(args: PPOConfig, environments: Environments) -> None:
     """Raise if critic or reference would read what no environment or row has; warn of a state that
     neither reads."""
-    with_state = {x.type.__name__ for x in environments.kinds.values() if privileged_state(x.type)}
+    kinds = environments.kinds.values()
+    with_state = {x.type.__name__ for x in kinds if privileged_state(x.first.instance)}
     named = {args.critic_options.prompt, args.reference_prompt}
     if not with_state and named & {PRIVILEGED_STATE, EARLIER_NAME}:
         raise ValueError(

@@ -261,6 +261,15 @@ def encode(
     return ids
 
 
+def warn_of_other_tools(tools: Any) -> None:
+    """Tell that tools of a row are not shown, if it has any."""
+    if tools:
+        logger.warning_once(
+            "The tools of a row are not shown: only those of the trainer, or of the row's "
+            "environment, can be called. Remove the column `tools`, or pass them as `tools`."
+        )
+
+
 def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
     """Keyword arguments of a row's chat template, with its columns `"tools"` and
     `"chat_template_kwargs"`."""
@@ -283,12 +292,10 @@ def row_template_kwargs(row: dict, template_kwargs: dict[str, Any] | None) -> di
             "'{\"enable_thinking\": false}'."
         )
     of_row = without_none(of_row)
-    if tools and (template_kwargs or {}).get("tools"):
-        logger.warning_once(
-            "The column `tools` is not shown: only the tools of the trainer can be called. Remove "
-            "the column, or pass its tools as `tools`."
-        )
     kwargs = {"tools": tools, **(template_kwargs or {}), **of_row}
+    if callable_tools := (template_kwargs or {}).get("tools"):
+        warn_of_other_tools(tools or of_row.get("tools"))
+        kwargs["tools"] = callable_tools
     if reserved := kwargs.keys() & OF_TOKENIZING:
         raise PromptError(
             "`chat_template_kwargs` must be arguments of the chat template, got "
@@ -424,7 +431,7 @@ def with_prompts(dataset: Any, tokenizer: PreTrainedTokenizerBase, rows: int) ->
     dataset = as_dataset(dataset)
     if "prompt" in _columns(dataset):
         return dataset
-    return dataset.map(lambda _: {"prompt": prompt})
+    return dataset.map(lambda row: {"prompt": row.get("prompt") or prompt})
 
 
 def tokenize_prompts(

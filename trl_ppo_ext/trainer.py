@@ -54,7 +54,7 @@ from .modeling.critics import CriticFactory
 from .modeling.loading import add_critic_to_optimizer, load_actor_critic
 from .ppo.credit import build_credit
 from .ppo.guards import SamplerComparison, count_skipped
-from .ppo.metrics import Metrics, check_best_metric, names_of_evaluations
+from .ppo.metrics import Metrics, check_best_metric, evaluation_metrics
 from .ppo.progress import Progress
 from .ppo.rollouts import Components, EvaluationBatch, Samples, collect, sample
 from .ppo.state import RunState
@@ -328,7 +328,7 @@ class PPOTrainer(Trainer):
             if not getattr(x, "__module__", "").startswith("transformers.")
         ]
         played = player.names if environments.kinds or environments.rollout_func else None
-        self._names_of_evaluations = names_of_evaluations(args, rewards, monitors, played)
+        self._evaluation_metrics = evaluation_metrics(args, rewards, monitors, played)
         # the user's callbacks and subclasses may add metrics
         if not users and type(self) is PPOTrainer:
             check_best_metric(args, eval_dataset, rewards, monitors, played)
@@ -389,7 +389,7 @@ class PPOTrainer(Trainer):
         self._skipped = 0  # optimizer steps in a row
         self._is_collecting = False
         self._evaluated = "eval"  # prefix of the last evaluation's metrics
-        self._eval_batches = 0  # of this evaluation so far
+        self._eval_rows = 0  # of this evaluation so far
 
         # 2. of a training
         self._begun = False
@@ -781,11 +781,10 @@ class PPOTrainer(Trainer):
             num_valid = max(
                 gradient_state.remainder - self.accelerator.process_index * len(inputs), 0
             )
-        # as Accelerate deals batches to processes
-        number = self._eval_batches * self.accelerator.num_processes
-        number += self.accelerator.process_index
-        evaluated = EvaluationBatch(number * self.args.eval_batch_size, num_valid)
-        self._eval_batches += 1
+        # Accelerate deals batches of one size to the processes in turn
+        first = self._eval_rows + self.accelerator.process_index * len(inputs)
+        self._eval_rows += self.accelerator.num_processes * len(inputs)
+        evaluated = EvaluationBatch(first, num_valid)
         metrics = self.metrics["eval"]
         self._samples["eval"] = sample(
             self.components, inputs, self.run_state, metrics, self.state, evaluated
@@ -802,32 +801,33 @@ class PPOTrainer(Trainer):
                 "`eval_strategy`."
             )
         self._evaluated = metric_key_prefix
-        self._eval_batches = 0
+        self._eval_rows = 0
         self.metrics["eval"].load_state_dict({})  # of an evaluation that failed
         with fixed_seed(self.args.seed + self.accelerator.process_index, self.accelerator.device):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._compute_metrics("eval")
-        self._fill_in_best_metric(metrics, metric_key_prefix)
         output.metrics.update(
             {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         )
+        self._fill_in_best_metric(output.metrics, metric_key_prefix)
         return output
 
     def _fill_in_best_metric(self, metrics: dict[str, float], prefix: str) -> None:
         """Let the metric for the best model be NaN, never the best, where all rows failed or none
         has it."""
-        best = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
-        name = best.removeprefix(f"{prefix}_")
-        if name == best or name in metrics:  # of another split, or measured
+        if self.args.metric_for_best_model is None:
             return
-        if "reward" not in metrics:
-            metrics[name] = math.nan
-        elif name in self._names_of_evaluations:
-            metrics[name] = math.nan
+        best = f"eval_{self.args.metric_for_best_model.removeprefix('eval_')}"
+        if best in metrics or not best.startswith(f"{prefix}_"):  # measured, or of another split
+            return
+        if f"{prefix}_reward" not in metrics:
+            metrics[best] = math.nan
+        elif best.removeprefix(f"{prefix}_") in self._evaluation_metrics:
+            metrics[best] = math.nan
             logger.warning_once(
-                f"`metric_for_best_model={best!r}` is of nothing in this evaluation, whose rows "
-                "have no such environment, reward or call, so this is not the best model; choose "
-                "another metric, or add such rows."
+                f"`metric_for_best_model={best!r}` is not in this evaluation, e.g. since no row has "
+                "such an environment or reward, so this is not the best model; choose another "
+                "metric, or add such rows."
             )
 
     def predict(self, *args, **kwargs) -> PredictionOutput:

@@ -201,7 +201,8 @@ def test_tools_of_a_row_beside_those_of_the_trainer_are_said_to_be_dropped(caplo
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
     given = {"tools": [{"type": "function", "function": {"name": "add"}}]}
     assert row_template_kwargs({"tools": TOOLS}, given) == given
-    assert "The column `tools` is not shown" in caplog.text
+    assert row_template_kwargs({"chat_template_kwargs": {"tools": TOOLS}}, given) == given
+    assert "The tools of a row are not shown" in caplog.text
 
 
 @both_kinds

@@ -25,7 +25,14 @@ from ..modeling.adapters import read_adapter, read_critic
 from ..modeling.loading import add_policy_adapter, hub_kwargs, load_config
 from ..ppo.metrics import check_best_metric
 from ..redaction import shortened
-from ..rewards import FunctionReward, RewardAdapter, is_function, with_distinct_names
+from ..rewards import (
+    FunctionReward,
+    RewardAdapter,
+    is_function,
+    is_model,
+    no_reward,
+    with_distinct_names,
+)
 from ..tools.memory import GIB, PROMPT_LENGTH, estimate_memory, on_meta
 from ..tracking.completions import check_trackers
 from .estimate import print_estimate, work_of
@@ -166,12 +173,17 @@ def _check_best_metric(
     """Check the metric for the best model, unless it may be of a reward model, whose name is not
     known before it is loaded."""
     given = arguments["reward_funcs"], arguments["monitor_funcs"]
-    is_of_one = "/" in (args.metric_for_best_model or "")
-    if is_of_one and not all(map(is_function, chain(*given))):
+    is_of_reward = "/" in (args.metric_for_best_model or "")
+    if is_of_reward and any(map(is_model, chain(*given))):
         return
-    of_rewards, of_monitors = (map(FunctionReward, filter(is_function, part)) for part in given)
+    if not (given[0] or environments.give_rewards):
+        given = [no_reward], given[1]
+    of_rewards, of_monitors = (
+        [FunctionReward(x) if is_function(x) else x for x in part if not is_model(x)]
+        for part in given
+    )
     rewards = with_distinct_names([*of_rewards, *environments.rewards])
-    monitors = with_distinct_names(list(of_monitors))
+    monitors = with_distinct_names(of_monitors)
     played = None
     if environments.kinds:
         played = [name for name in environments.kinds if name is not None]

@@ -40,14 +40,16 @@ _NOT_TOOLS = ("reset", "get_reward", PRIVILEGED_STATE, EARLIER_NAME)
 
 
 def method_of(environment: Any, name: str) -> Callable[[], Any] | None:
-    """Method of an environment, or of its class; some wrappers hide those of what they wrap."""
-    inner = getattr(environment, "unwrapped", None)
-    return getattr(environment, name, None) or getattr(inner, name, None)
+    """Method of an environment, or of the one below all its wrappers, which may hide it."""
+    method = getattr(environment, name, None)
+    if method is None:
+        method = getattr(getattr(environment, "unwrapped", None), name, None)
+    return method
 
 
 def privileged_state(environment: Any) -> Callable[[], Any] | None:
-    """Method of an environment, or of its class, that returns a text which critic or reference may
-    read, also under its earlier name."""
+    """Method of an environment that returns a text which critic or reference may read, also under
+    its earlier name."""
     return method_of(environment, PRIVILEGED_STATE) or method_of(environment, EARLIER_NAME)
 
 
@@ -480,7 +482,8 @@ class Environments:
             )
         self.has_instances = bool(factory)  # which reward functions receive
         self.give_rewards = any(
-            isinstance(x.pool[0], TextEnvironment) or hasattr(x.type, "get_reward") for x in kinds
+            isinstance(x.first, TextEnvironment) or method_of(x.first.instance, "get_reward")
+            for x in kinds
         )
 
     def __bool__(self) -> bool:
@@ -583,11 +586,11 @@ class EnvironmentReward:
     async def _entry(self, episode: Episode) -> Any:
         if episode.kind.type is not self.type:
             return None
-        get_reward = method_of(episode.environment, "get_reward") or (lambda: None)
-        ask = partial(bounded, partial(called, get_reward), self.environments.timeout)
         try:
             if episode.error is not None:
                 raise episode.error
+            get_reward = method_of(episode.environment, "get_reward") or (lambda: None)
+            ask = partial(bounded, partial(called, get_reward), self.environments.timeout)
             reward = await episode.place.answer("reward", ask)
         except FAILURES as error:
             episode.error = error

@@ -22,6 +22,7 @@ from ..data import (
     encode,
     prompt_limit,
     row_template_kwargs,
+    warn_of_other_tools,
 )
 from ..distributed import on_every_rank
 from ..modeling import ActorCritic
@@ -264,8 +265,10 @@ class EnvironmentPlayer(Player):
                     )
                 end = observation[-longest:]
             kwargs = dict(episode.template_kwargs or {})
-            if episode.kind.schemas:
-                kwargs["tools"] = episode.kind.schemas
+            if schemas := episode.kind.schemas:
+                if kwargs.get("tools") != schemas:
+                    warn_of_other_tools(kwargs.get("tools"))
+                kwargs["tools"] = schemas
             prompt = with_observation(episode.prompt, observation)
             # what the environment spells is text
             marked = protected(end, self.tokenizer, kwargs.get("chat_template"))

@@ -267,10 +267,10 @@ class SideCritic(ValueHead):
         super().__init__(SIDE_WIDTH, is_normalized, device)
         self.layers = side_layers(num_layers)
         self.turn_layers = [turn_layer(self.layers)]
-        self.turn_size = hidden_size  # of the state in which a turn begins
+        self.turn_state_size = hidden_size
         of_layers = (len(self.layers) - 1) * hidden_size + last_size
         position_and_rewards = last_size + 1
-        width = self.turn_size + of_layers + position_and_rewards
+        width = self.turn_state_size + of_layers + position_and_rewards
         self.scale = SIDE_WIDTH / width  # of the inputs
         self.first = nn.Linear(width, 2 * SIDE_WIDTH, dtype=torch.float32, device=device)
         self.first.weight.data /= self.scale
@@ -346,9 +346,9 @@ class SideCritic(ValueHead):
         Those of the state in which a turn begins are apart: among all others, it would drown.
         """
         generator = torch.Generator().manual_seed(0)
-        of_turn = torch.randn(DIRECTIONS, self.turn_size, generator=generator)
+        of_turn = torch.randn(DIRECTIONS, self.turn_state_size, generator=generator)
         others = torch.randn(
-            DIRECTIONS, self.first.in_features - self.turn_size, generator=generator
+            DIRECTIONS, self.first.in_features - self.turn_state_size, generator=generator
         )
         every = torch.block_diag(of_turn, others, torch.eye(COSINES))
         return every.to(self.first_fit.device)

@@ -265,10 +265,10 @@ def check_metric_name(name: str) -> None:
 
 OF_EVALUATIONS = set(
     "reward reward_std reward/length_correlation entropy unscored_completions "
-    "nonfinite_completions completions/clipped_ratio completions/repeated_ratio runtime "
-    "samples_per_second steps_per_second model_preparation_time time/generate time/score "
-    "time/forward".split()
+    "nonfinite_completions completions/clipped_ratio completions/repeated_ratio time/generate "
+    "time/score time/forward".split()
 )
+OF_THE_TRAINER = set("runtime samples_per_second steps_per_second model_preparation_time".split())
 OF_EVALUATIONS |= {
     f"completions/{which}_{length}"
     for which in ("mean", "min", "max")
@@ -286,13 +286,13 @@ OF_EPISODES = set(
 OF_AN_ENVIRONMENT = "reward", "length", "turns", "count"
 
 
-def names_of_evaluations(
+def evaluation_metrics(
     args: PPOConfig,
     rewards: Sequence[Any],
     monitors: Sequence[Any],
     environments: Sequence[str] | None,
 ) -> set[str]:
-    """Names of what an evaluation logs, if its rows have it, besides metrics of the user's."""
+    """Names of what an evaluation measures, if its rows have it, besides metrics of the user's."""
     names = OF_EVALUATIONS.copy()
     if args.uses_reference:
         names |= OF_A_REFERENCE
@@ -320,7 +320,7 @@ def check_best_metric(
     metric = args.metric_for_best_model
     if metric is None or args.eval_strategy == "no":
         return
-    names = names_of_evaluations(args, rewards, monitors, environments)
+    names = evaluation_metrics(args, rewards, monitors, environments) | OF_THE_TRAINER
     if isinstance(eval_dataset, dict):
         prefixes = [f"{name}_" for name in eval_dataset]
     else:

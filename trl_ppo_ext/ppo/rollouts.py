@@ -46,7 +46,7 @@ from .state import RunState
 
 logger = logging.get_logger(__name__)
 
-OF_EVALUATIONS = -2  # in place of the optimizer step, in seeds of environments
+EVALUATION_STEP = -2  # in place of the optimizer step, in seeds of environments
 
 
 class Samples(NamedTuple):
@@ -752,7 +752,7 @@ def seeds_of_episodes(
         group = components.args.num_generations
         first = components.accelerator.process_index * rows
     else:
-        step = OF_EVALUATIONS
+        step = EVALUATION_STEP
         group = 1
         first = evaluated.first
     return [

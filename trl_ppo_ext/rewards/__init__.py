@@ -8,6 +8,7 @@ from .build import (
     check_reward_arguments,
     check_reward_columns,
     is_function,
+    is_model,
     load_rewards,
     no_reward,
     reward_labels,

@@ -66,10 +66,15 @@ def _is_reward(entry: Any) -> bool:
     )
 
 
+def is_model(entry: Any) -> bool:
+    """Check if a reward that a user passed is a model, or names one."""
+    return isinstance(entry, MODELS)
+
+
 def is_function(entry: Any) -> bool:
     """Check if a reward that a user passed is a function."""
-    is_model = isinstance(entry, nn.Module | RewardAdapter | ProcessReward)
-    return callable(entry) and not is_model and not _is_reward(entry)
+    has_weights = isinstance(entry, nn.Module | RewardAdapter | ProcessReward)
+    return callable(entry) and not has_weights and not _is_reward(entry)
 
 
 def no_reward(completions: list, **kwargs: Any) -> list[list]:
@@ -93,7 +98,7 @@ def check_reward_arguments(
         )
     rewards = reward_funcs + monitor_funcs
     for reward in rewards:
-        if not (is_function(reward) or isinstance(reward, MODELS) or _is_reward(reward)):
+        if not (is_function(reward) or is_model(reward) or _is_reward(reward)):
             raise TypeError(
                 "A reward must be a function, a classifier (id, path or model), a "
                 "`RewardAdapter`, a `ProcessReward`, or an object with `name` and `score` such as "

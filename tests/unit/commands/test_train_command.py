@@ -363,6 +363,19 @@ def test_dry_run_refuses_what_the_run_would(there, monkeypatch, capsys):
             "`metric_for_best_model` must be a metric of the evaluation, got 'eval_rewrad'",
             "did you mean 'eval_reward'?",
         ),
+        (
+            {
+                "dataset_test_split": "train",
+                "eval_strategy": "steps",
+                "eval_steps": 2,
+                "metric_for_best_model": "eval_reward",
+                "reward_funcs": None,
+                "reference_prompt": "prompt",
+                "kl_coef": 0.1,
+            },
+            "`metric_for_best_model='eval_reward'` is constant in a run without rewards",
+            "use e.g. 'eval_kl'",
+        ),
     ]
     for changes, problem, remedy in refused:
         assert run("--dry_run", **changes) == 2

@@ -20,6 +20,7 @@ from trl_ppo_ext import StepResult
 from trl_ppo_ext.config import CriticOptions
 from trl_ppo_ext.data import PROMPT_IDS, PromptError
 from trl_ppo_ext.episodes import Environments, Player, to_sequences
+from trl_ppo_ext.episodes.environments import method_of
 from trl_ppo_ext.episodes.play import FunctionPlayer
 from trl_ppo_ext.rewards import ScoringBatch
 from trl_ppo_ext.rewards.scoring import CPU, guarded
@@ -532,6 +533,21 @@ def test_environment_of_gem_is_played_under_its_own_name():
         assert one.error is two.error is None and one.prompt[-1]["content"] == "alpha guess"
         assert [reward for _, reward in one.rewards] == [0, 1] and (one.turns, two.turns) == (2, 1)
         assert scores(player, episodes) == {"Gem": [one.rewards, two.rewards]}
+
+
+def test_methods_are_looked_up_below_wrappers_only_if_they_are_hidden():
+    class Paying(Gem):
+        def get_reward(self):
+            return 1.0
+
+    class Closed(Paying):
+        @property
+        def unwrapped(self):
+            raise RuntimeError("closed")
+
+    assert method_of(Wrapped(Wrapped(Paying())), "get_reward")() == 1.0
+    assert method_of(Closed(), "get_reward")() == 1.0
+    assert method_of(Wrapped(Gem()), "get_reward") is None
 
 
 def by_columns(self, seed=None, **columns):
