@@ -1213,6 +1213,7 @@ def test_run_whose_answers_do_not_fit_warns_once(tmp_path, caplog, monkeypatch):
             return "w1 " * 100, 0.0, False
 
     monkeypatch.setattr(logging.getLogger("trl_ppo_ext"), "propagate", True)
+    transformers_logging.get_logger("trl_ppo_ext").warning_once.cache_clear()
     run = echo_trainer(tmp_path, environment_factory=History)
     run.train()
     assert run.state.log_history[0]["episodes/overlong"] == 1
@@ -1226,14 +1227,18 @@ def test_run_whose_answers_do_not_fit_warns_once(tmp_path, caplog, monkeypatch):
 
 def test_rows_that_fill_up_an_evaluation_count_on_no_rank(tmp_path, monkeypatch):
     run = chat_trainer(tmp_path, {"Q": ["x"]}, environment_factory=Echo)
-    valid = []
-    monkeypatch.setattr(trainer_module, "sample", lambda *given: valid.append(given[-1]))
-    for rank in range(3):  # the last batch has three rows for three ranks with two each
-        state = SimpleNamespace(end_of_dataloader=True, remainder=3)
-        run.accelerator = SimpleNamespace(gradient_state=state, process_index=rank)
-        monkeypatch.setattr(run.args, "per_device_eval_batch_size", 2)
-        run.prediction_step(run.model, [{}, {}])
-    assert valid == [3, 1, 0]
+    batches = []
+    monkeypatch.setattr(trainer_module, "sample", lambda *given: batches.append(given[-1]))
+    for rank in range(3):  # two batches of two rows each, the last one of which has three rows
+        run._eval_rows = 0
+        for remainder in (-1, 3):
+            state = SimpleNamespace(end_of_dataloader=remainder > 0, remainder=remainder)
+            run.accelerator = SimpleNamespace(
+                gradient_state=state, process_index=rank, num_processes=3
+            )
+            run.prediction_step(run.model, [{}, {}])
+    firsts, valid = zip(*batches)
+    assert firsts == (0, 6, 2, 8, 4, 10) and valid == (2, 3, 2, 1, 2, 0)
 
 
 def test_error_of_an_environment_ends_the_run_by_default(tmp_path):
