@@ -535,7 +535,10 @@ def outputs_after(
     ends = observed_by_critic(critic, ends, scores, ends.completion_mask, run)
 
     def read(inputs: Tensor) -> Tensor:
-        return critic(inputs) if added is None else critic(inputs) + inputs @ added
+        outputs = critic(inputs)
+        if added is not None:
+            outputs = outputs + inputs @ added
+        return outputs
 
     with unsharded(actor_critic):  # ranks have other numbers of rows
         by_token = torch.cat(read_by_critic(components, ends, read))

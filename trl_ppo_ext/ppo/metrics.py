@@ -268,12 +268,12 @@ OF_EVALUATIONS = set(
     "nonfinite_completions completions/clipped_ratio completions/repeated_ratio time/generate "
     "time/score time/forward".split()
 )
-OF_THE_TRAINER = set("runtime samples_per_second steps_per_second model_preparation_time".split())
 OF_EVALUATIONS |= {
     f"completions/{which}_{length}"
     for which in ("mean", "min", "max")
     for length in ("length", "terminated_length")
 }
+OF_THE_TRAINER = set("runtime samples_per_second steps_per_second model_preparation_time".split())
 OF_A_REFERENCE = {"kl", "kl_per_completion"}
 OF_A_SAMPLER = {
     *(f"sampling/sampling_logp_difference/{part}" for part in ("mean", "max")),
