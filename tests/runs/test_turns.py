@@ -1181,6 +1181,7 @@ def test_metric_of_what_no_evaluated_row_has_is_never_the_best(
         pass
 
     monkeypatch.setattr(transformers_logging.get_logger("trl_ppo_ext"), "propagate", True)
+    transformers_logging.get_logger("trl_ppo_ext").warning_once.cache_clear()
     rows = [{"prompt": "w1", "environment": name} for name in ("echo", "silent") * 4]
     settings = {
         "environment_factory": {"echo": Echo, "silent": Silent},

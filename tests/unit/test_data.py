@@ -36,6 +36,7 @@ from trl_ppo_ext.data import (
     StreamedRows,
     row_template_kwargs,
     weighted_rows,
+    with_prompts,
 )
 from trl_ppo_ext.text import encode_completed
 
@@ -199,6 +200,7 @@ def test_tools_and_template_kwargs_of_a_row_reach_the_template(kind):
 
 def test_tools_of_a_row_beside_those_of_the_trainer_are_said_to_be_dropped(caplog, monkeypatch):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    logging.get_logger("trl_ppo_ext").warning_once.cache_clear()
     given = {"tools": [{"type": "function", "function": {"name": "add"}}]}
     assert row_template_kwargs({"tools": TOOLS}, given) == given
     assert row_template_kwargs({"chat_template_kwargs": {"tools": TOOLS}}, given) == given
@@ -623,6 +625,12 @@ def test_shuffled_stream_changes_its_order_per_epoch():
     )
     assert once == again and once[:30] != once[30:]
     assert sorted(once[:30]) == sorted(once[30:]) == list(range(30))
+
+
+def test_prompts_of_later_rows_of_a_stream_are_kept():
+    rows = [{"level": 0}, {"level": 1, "prompt": "w1"}]
+    stream = with_prompts(IterableDataset.from_generator(lambda: iter(rows)), tokenizer(), 2)
+    assert [row["prompt"] for row in stream] == [tokenizer().bos_token, "w1"]
 
 
 @pytest.mark.parametrize(

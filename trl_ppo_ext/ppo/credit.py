@@ -521,8 +521,8 @@ def outputs_after(
         following = episode.following
         # the value of a state is at the token that follows it: one that nothing else reads
         completions.append(episode.completion_ids + following + [pad_token_id])
-        # after what the policy would have read, another turn begins
-        turns.append(episode.sampled + [0] * len(following) + [episode.turns + bool(following)])
+        # zeros, of what the policy would have read, separate it from the last turn
+        turns.append(episode.sampled + [0] * len(following) + [episode.turns])
     prompts = [episodes[row].prompt_ids for row in rows]
     ends = Sequences.from_token_ids(prompts, completions, pad_token_id, device, sampled=turns)
     ends = replace(

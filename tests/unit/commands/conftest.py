@@ -34,6 +34,14 @@ class Narrow(Walk):
     def reset(self, answer, seed):
         return "w1 w2"
 
+class Judging:
+    name = "judging"
+
+    def score(self, batch):
+        batch.log_metric("accuracy", 1.0)
+        return [1.0] * len(batch)
+
+judge = Judging()
 not_a_reward = 3
 """
 

@@ -383,6 +383,13 @@ def test_dry_run_refuses_what_the_run_would(there, monkeypatch, capsys):
         assert problem in error and remedy in error
 
 
+def test_dry_run_allows_metrics_of_a_reward_object(there, capsys):
+    evaluated = {"dataset_test_split": "train", "eval_strategy": "steps", "eval_steps": 2}
+    for metric in ("eval_accuracy", "eval_rewards/judging/mean"):
+        chosen = {"reward_funcs": "cli_rewards.judge", "metric_for_best_model": metric}
+        assert run("--dry_run", **evaluated | chosen) == 0
+
+
 def test_dry_run_continues_without_memory_estimate(there, capsys):
     assert run("--dry_run", optim="adafactor") == 0
     said = capsys.readouterr().out

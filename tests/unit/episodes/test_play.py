@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset
 from scripted import Script, call, player_of, rows_of
 from tiny import byte_tokenizer
+from transformers.utils import logging
 
 from trl_ppo_ext import StepResult
 from trl_ppo_ext.config import CriticOptions
@@ -533,6 +534,30 @@ def test_environment_of_gem_is_played_under_its_own_name():
         assert one.error is two.error is None and one.prompt[-1]["content"] == "alpha guess"
         assert [reward for _, reward in one.rewards] == [0, 1] and (one.turns, two.turns) == (2, 1)
         assert scores(player, episodes) == {"Gem": [one.rewards, two.rewards]}
+
+
+def test_tools_of_a_row_beside_those_of_its_environment_are_said_to_be_dropped(caplog, monkeypatch):
+    class Adding:
+        def reset(self, **row):
+            return " now"
+
+        def add(self, number: int) -> str:
+            """
+            Add a number.
+
+            Args:
+                number: The number.
+            """
+            return str(number)
+
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    logging.get_logger("trl_ppo_ext").warning_once.cache_clear()
+    rows = rows_of("alpha")
+    rows[0] |= {"environment": "adding", "tools": [{"type": "function", "function": {"name": "f"}}]}
+    player = player_of({"alpha": ["1"]}, rows, factory={"adding": Adding})
+    [episode] = played(player, rows)
+    assert episode.error is None
+    assert "The tools of a row are not shown" in caplog.text
 
 
 def test_methods_are_looked_up_below_wrappers_only_if_they_are_hidden():
