@@ -838,43 +838,58 @@ def deviations(row: PerToken, usual: PerToken, shares: PerToken) -> PerToken:
     return result
 
 
+def squared_distance(samples: list[Sample], predictions: list[PerToken], excluded: int) -> float:
+    """Sum over all samples but one of the squared distances of predictions from outcomes."""
+    total = 0.0
+    for number, (sample, row) in enumerate(zip(samples, predictions)):
+        if number != excluded:
+            total += sum((x - y) ** 2 for x, y in zip(sample.outcomes, row))
+    return total
+
+
 def set_bootstrapped_baselines(samples: list[Sample]) -> None:
     """What the others earn from a position on, and the values around their mean there, as far as
     they fit the returns around theirs.
 
-    Values that know more are taken as they are. A value stands for those that are missing to eight
-    others.
+    Values that know more, and are nearer to the outcomes than the mean of the others, are taken as
+    they are. A value stands for those that are missing to eight others.
     """
     present = means_of_others([[1.0] * len(sample.ids) for sample in samples])
     usual_values = means_of_others([sample.values for sample in samples])
     usual_outcomes = means_of_others([sample.outcomes for sample in samples])
+    values = [sample.values for sample in samples]
+    of_others = []
+    for outcomes, shares, row in zip(usual_outcomes, present, values):
+        of_others.append([x + (1 - share) * v for x, share, v in zip(outcomes, shares, row)])
     around = []
     for sample, shares, value, outcome in zip(samples, present, usual_values, usual_outcomes):
-        values = deviations(sample.values, value, shares)
+        beyond = deviations(sample.values, value, shares)
         around.append(
-            replace(sample, values=values, outcomes=deviations(sample.outcomes, outcome, shares))
+            replace(sample, values=beyond, outcomes=deviations(sample.outcomes, outcome, shares))
         )
     for number, sample in enumerate(samples):
         own = around[number]
         _, weight = weight_of_values(around, own)
-        if weight > 0.5 and explained_left_out(around, own) > 0.01:
+        distance = squared_distance(samples, values, number)
+        is_nearer = distance < squared_distance(samples, of_others, number)
+        if weight > 0.5 and explained_left_out(around, own) > 0.01 and is_nearer:
             sample.baseline = sample.values
             sample.explains = sample.values
             continue
         sample.baseline = []
         sample.explains = []
         for position, value in enumerate(sample.values):
-            missing = 1 - present[number][position]
-            left = usual_outcomes[number][position] + missing * value
+            left = of_others[number][position]
             sample.baseline.append(left + weight * own.values[position])
             there = [other for other in samples if position < len(other.values)]
-            values = [other.values[position] for other in there]
+            values_there = [other.values[position] for other in there]
             outcomes = [other.outcomes[position] for other in there]
             # The mean of all steps stands for those that are missing to eight.
             missing = max(8 - len(there), 0)
-            values += missing * [statistics.mean(x for other in samples for x in other.values)]
+            overall = statistics.mean(x for other in samples for x in other.values)
+            values_there += missing * [overall]
             outcomes += missing * [statistics.mean(x for other in samples for x in other.outcomes)]
-            beyond = value - statistics.mean(values)
+            beyond = value - statistics.mean(values_there)
             sample.explains.append(statistics.mean(outcomes) + weight * beyond)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import ppo_math
 from ..modeling.critics import Units
 from ..ppo_math import FEWEST, Moments, Reduction
-from .baseline import MEMORY, Groups, fit_baseline, means_of_others
+from .baseline import MEMORY, Groups, fit_baseline, is_nearer, means_of_others
 
 SOLVED = 0.1  # share of the largest deviation of a run, below which advantages fade
 # weight of a critic, and explained variance without the clock, from which on its values are
@@ -252,12 +252,16 @@ def from_later_values(
     of_outcomes = deviations(x.left, usual_left, present)
     fit = fit_baseline(of_outcomes, beyond[..., None], x.counted & has_number, groups=groups)
 
-    # 2. What others earn from a place on is left to earn there. Values that know no more would be
-    # noise in the advantage of each token; those that do are taken as they are.
-    is_known = (fit.weights > TRUSTED) & (fit.left_out > KNOWN)
-    weights = fit.weights.masked_fill(is_known, 1.0)
-    # values stand for the others that are missing to eight
+    # 2. What others earn from a place on is left to earn there; values stand for those that are
+    # missing to eight. Values that know no more would be noise in the advantage of each token;
+    # those that do, and are nearer to the outcomes with a clock of their own, are taken as they are.
     of_others = usual_left + (1 - present) * x.values
+    is_known = (
+        (fit.weights > TRUSTED)
+        & (fit.left_out > KNOWN)
+        & is_nearer(x.values, of_others, x.left, x.counted, groups)
+    )
+    weights = fit.weights.masked_fill(is_known, 1.0)
     baseline = torch.where(is_known, x.values, of_others + weights * beyond) * x.steps
     advantages = x.gae(baseline, discounts)
     mean_left = mean_of_all_at_place(x.left, x.steps, x.counted, all_sum)

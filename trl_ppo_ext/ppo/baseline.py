@@ -51,6 +51,24 @@ class Groups(NamedTuple):
         return self.own(by_prompt.repeat_interleave(self.size, 0), like)
 
 
+def _dtype_of_sums(x: Tensor) -> torch.dtype:
+    """The most exact one of a device."""
+    if x.device.type == "mps":
+        return torch.float32
+    return torch.float64
+
+
+def is_nearer(
+    values: Tensor, rivals: Tensor, returns: Tensor, mask: Tensor, groups: Groups
+) -> Tensor:
+    """Whether values are nearer to the returns of all other prompts than rivals are, by squares,
+    `[batch, 1]`."""
+    ahead = (returns - rivals).square() - (returns - values).square()
+    of_prompts = groups.sums((ahead * mask).sum(1, dtype=_dtype_of_sums(returns)))
+    of_others = of_prompts.sum() - of_prompts
+    return groups.spread(of_others > 0, returns)[:, None]
+
+
 def means_of_others(totals: Tensor, counts: Tensor, groups: Groups) -> Tensor:
     """Mean total of the other completions of the prompt that count, or else of the other
     prompts, `[batch]`."""
@@ -197,11 +215,7 @@ def fit_baseline(
     `returns` and `mask` are `[batch, response]`; the mask is 1 at tokens whose return was observed.
     """
     # 1. Sums of each prompt, and of all others.
-    if returns.device.type == "mps":
-        dtype = torch.float32
-    else:
-        dtype = torch.float64
-    x = torch.cat([returns[..., None], predictors], -1).to(dtype)
+    x = torch.cat([returns[..., None], predictors], -1).to(_dtype_of_sums(returns))
     center = torch.full_like(x[0, 0], seen.mean)  # so that squares are not large beside variances
     of_prompts = _sums_of_prompts((x - center).masked_fill(~mask[..., None], 0), mask, groups)
     of_all = of_prompts.map(lambda sums: sums.sum(0))

@@ -96,6 +96,28 @@ def test_trusted_values_are_all_that_is_subtracted():
     close(advantages, expected)
 
 
+@pytest.mark.parametrize("shift", [0.0, 1.0])  # of the clock, in deviations of the outcomes
+def test_values_with_a_wrong_clock_are_compared_at_their_places(shift):
+    """They know which completion is better, and expect more and more to come where nothing does."""
+    torch.manual_seed(0)
+    steps = torch.ones(64, 12).bool()
+    known = torch.randn(64, 1).double().expand(64, 12)
+    rewards = torch.zeros(64, 12).double()
+    rewards[:, -1] = known[:, 0] + torch.randn(64)
+    values = known + shift * torch.linspace(-2, 2, 12)
+    discounts = with_lambdas(0.8, 1.0, gamma=1.0)
+    seen = Moments(100.0, 0.0, 100.0)
+    result, _ = gae_with_critic(rewards, values, steps, seen, True, discounts)
+    if shift:
+        others = (rewards.sum(0)[-1] - rewards[:, -1:]) / 63
+        around = values - (values.sum(0) - values) / 63
+        close(result.baseline, others + result.weights * around)
+    else:
+        close(result.baseline, values)
+    left = rewards.sum(1, keepdim=True).expand(64, 12)
+    assert ppo_math.explained_variance(result.explains, left, steps) > 0.4
+
+
 def test_noise_of_a_critic_that_knows_the_time_only_is_in_no_advantage():
     """Values fall with what is left, which explains most of the returns, and each has an error."""
     torch.manual_seed(0)
