@@ -14,7 +14,13 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig
 from transformers.hf_argparser import HfArg
 
-from ..arguments import Prompts, read_prompts, settle_trainer_arguments, tokenizer_name
+from ..arguments import (
+    Prompts,
+    read_prompts,
+    settle_trainer_arguments,
+    tokenizer_name,
+    without_rewards,
+)
 from ..checkpoints.atomic import checkpoints
 from ..checkpoints.files import CheckpointError, check_links, check_target
 from ..checkpoints.resume import check_earlier_run
@@ -109,6 +115,8 @@ def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) 
         reward_processing_classes=[],
         optimizer=None,
     )
+    if not (arguments["reward_funcs"] or environments.give_rewards):
+        args = arguments["args"] = without_rewards(args, environments)
     name = arguments["model"]
     adapter = arguments["peft_config"]
     _check_directory(args, name)

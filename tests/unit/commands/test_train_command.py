@@ -332,6 +332,18 @@ def test_dry_run_prints_a_preview(there, capsys):
     assert not (there / "run").exists()
 
 
+def test_dry_run_without_rewards_counts_no_critic(there, capsys):
+    """There is none in the run either."""
+    save(there / "hints.jsonl", [{"prompt": "w9 w0", "hint": "w1 w9 w0"}] * 12)
+    distilled = {"reward_funcs": None, "dataset_name": "hints.jsonl"}
+    distilled |= {"reference_prompt": "hint", "kl_coef": 1.0}
+    previews = []
+    for settings in ({}, {"critic": "none", "advantage_estimator": "reinforce"}):
+        assert run("--dry_run", **distilled | settings) == 0
+        previews.append(capsys.readouterr().out)
+    assert previews[0] == previews[1] and "rewards: none" in previews[0]
+
+
 def test_dry_run_refuses_what_the_run_would(there, monkeypatch, capsys):
     monkeypatch.setattr(
         "trl_ppo_ext.tracking.completions.get_available_reporting_integrations", list
