@@ -58,6 +58,8 @@ SET_LATER = {
     "stop_token_ids",
     "transformers_continuous_batching_config",
 }
+# fields of TRL's Trainer from which the sizes of a rollout follow
+SIZES = {"gradient_accumulation_steps", "per_device_train_batch_size"}
 # method of an environment, as the prompt of critic or reference, and its earlier name
 PRIVILEGED_STATE = "privileged_state"
 EARLIER_NAME = "hidden_state"
@@ -439,7 +441,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         inherited = {entry.name for entry in fields(TrainingArguments)}
         # not those of a subclass, from which nothing follows here
         own = {entry.name for entry in fields(PPOConfig)} - inherited - SET_LATER
-        self.settled = {name: getattr(self, name) for name in sorted(own)}
+        self.settled = {name: getattr(self, name) for name in sorted(own | SIZES)}
         if micro_batches is not None and size is not None:
             unit = self.per_device_train_batch_size * self.world_size
             expected = micro_batches * unit
@@ -610,6 +612,11 @@ class PPOConfig(TRLFields, TrainingArguments):
     def _settle_data(self) -> None:
         """Let ranks share a rollout evenly, and each read a stream itself."""
         data = self.accelerator_config
+        if "num_steps" in (data.gradient_accumulation_kwargs or {}):
+            raise ValueError(
+                "`num_steps` of `accelerator_config` would change the rollout after it was planned; "
+                "set `gradient_accumulation_steps`."
+            )
         if data.split_batches or not data.even_batches or self.dataloader_drop_last:
             ignored = "`split_batches`, `even_batches` and `dataloader_drop_last`"
             logger.warning(

@@ -67,7 +67,16 @@ def test_curriculum_for_a_stream_raises(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("kl_coef", 0.5), ("beta", 0.5), ("critic", "none"), ("epsilon", 0.1)]
+    "name, value",
+    [
+        ("kl_coef", 0.5),
+        ("beta", 0.5),
+        ("critic", "none"),
+        ("epsilon", 0.1),
+        # of TRL's Trainer, which a rollout is planned by
+        ("gradient_accumulation_steps", 3),
+        ("per_device_train_batch_size", 3),
+    ],
 )
 def test_field_cannot_be_set_after_the_construction(tmp_path, name, value):
     """What follows from it, e.g. whether the reference is read, would not."""
@@ -76,6 +85,11 @@ def test_field_cannot_be_set_after_the_construction(tmp_path, name, value):
         setattr(args, name, getattr(args, name))
         with pytest.raises(ValueError, match=rf"^`{name}` of the config cannot change.*PPOConfig"):
             setattr(args, name, value if getattr(args, name) != value else "side")
+
+
+def test_steps_of_accelerate_cannot_change_a_planned_rollout(tmp_path):
+    with pytest.raises(ValueError, match=r"^`num_steps` .* `gradient_accumulation_steps`"):
+        config(tmp_path, accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}})
 
 
 def test_fields_that_nothing_follows_may_be_set_after_the_construction(tmp_path):

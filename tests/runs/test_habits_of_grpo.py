@@ -382,6 +382,18 @@ def test_optimizer_of_the_adapter_gets_the_critic(tmp_path):
     )
     with pytest.raises(ValueError, match=r"`optimizers` lacks "):
         trainer(tmp_path, optimizers=(torch.optim.SGD(llama().parameters()), None))
+    policy = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM"))
+    optimizer = torch.optim.SGD([x for x in policy.parameters() if x.requires_grad], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with pytest.raises(ValueError, match=r"critic .* `\(optimizer, None\)`.*`lr_scheduler_type`"):
+        trainer(tmp_path, model=policy, optimizers=(optimizer, scheduler))
+    trainer(
+        tmp_path,
+        model=policy,
+        optimizers=(optimizer, scheduler),
+        critic="none",
+        advantage_estimator="rebn",
+    )
 
 
 def test_model_init_kwargs_beside_a_model_warn_of_no_effect(tmp_path, caplog, monkeypatch):

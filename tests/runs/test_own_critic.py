@@ -31,7 +31,18 @@ class Clock(Critic):
         return torch.stack([positions, observed], 1)
 
     def forward(self, inputs):
-        return self.values[inputs[:, 0].long()] + self.share * inputs[:, 1]
+        positions = inputs[:, 0].long().clamp(max=len(self.values) - 1)
+        return self.values[positions] + self.share * inputs[:, 1]
+
+
+class Watched(Clock):
+    """Knows how far the positions reach."""
+
+    longest = 0
+
+    def inputs(self, states, positions, observed):
+        self.longest = max(self.longest, int(positions.max()))
+        return super().inputs(states, positions, observed)
 
 
 def one_per_token(completion_ids, **kwargs):
@@ -42,6 +53,19 @@ def run_of(folder, **settings):
     settings = {"max_completion_length": LENGTH, "max_steps": 32, "num_ppo_epochs": 1} | settings
     settings.setdefault("critic_factory", lambda policy: Clock())
     return trainer(folder, reward_funcs=one_per_token, learning_rate=0.0, **settings)
+
+
+@pytest.mark.parametrize("bootstraps", [False, True])
+def test_value_after_a_limit_is_read_at_the_position_beyond_it(tmp_path, bootstraps):
+    run = run_of(
+        tmp_path,
+        critic_factory=lambda policy: Watched(),
+        critic_kwargs={"bootstrap_truncated": bootstraps},
+        max_steps=1,
+    )
+    run.train()
+    assert run.state.log_history[0]["completions/clipped_ratio"] > 0
+    assert run.actor_critic.value_head.longest == LENGTH - 1 + bootstraps
 
 
 def test_clock_learns_the_reward_that_is_left(tmp_path):

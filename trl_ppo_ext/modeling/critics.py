@@ -117,8 +117,9 @@ class Critic(nn.Module):
         which the turn begins after each of `turn_layers`.
 
         Without an environment that is the state at the end of the prompt.
-        `positions` in the completion and what it observed are `[tokens]`. Gradients flow into the
-        policy's adapter through states that are not detached.
+        `positions` in the completion and what it observed are `[tokens]`; values after a limit are
+        read at positions beyond it. Gradients flow into the policy's adapter through states that are
+        not detached.
         """
         raise NotImplementedError
 

@@ -496,10 +496,15 @@ def add_critic_to_optimizer(
     critic = {id(x) for x in actor_critic.critic_parameters().values()}
     if optimizer is None or not missing:
         return
-    if scheduler is not None or not critic.issuperset(map(id, missing.values())):
+    if not critic.issuperset(map(id, missing.values())):
         raise ValueError(
             f"`optimizers` lacks `{list(missing)[-1]}` and {len(missing) - 1} others; set `optim` "
             "and `learning_rate` instead."
+        )
+    if scheduler is not None:
+        raise ValueError(
+            "The critic joins the optimizer in `optimizers`, which a scheduler that is already "
+            "built would not know; pass `(optimizer, None)`, and set `lr_scheduler_type`."
         )
     rate = getattr(actor_critic.value_head, "learning_rate", None) or optimizer.defaults["lr"]
     # no script could have the critic

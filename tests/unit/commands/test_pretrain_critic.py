@@ -157,9 +157,9 @@ def test_ppo_run_starts_with_the_values_of_the_critic(pretrained, there, tmp_pat
             normalize_values=True,  # as in pretraining
             max_completion_length=1,
             max_steps=1,
+            per_device_train_batch_size=32,
             **start,
         )
-        args.per_device_train_batch_size = 32
         trainer = PPOTrainer(
             "policy", find_reward("cli_rewards.of_last_word"), args, load_prompts()
         )
