@@ -10,7 +10,6 @@ import json
 import re
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,10 @@ from student import margin
 
 PAGES = [HERE / "README.md", HERE / "NOTES.md"]
 # names in statistics.json
-TODAY = "around what others earn from a place on"
+TODAY = "where turns begin, and values that are nearer"
+STATE_H = "around what others earn from a place on"
 STATE_G = "less the mean of others at a place, unless the critic knows it"
-BEFORE_TODAY = (
+BEFORE_H = (
     "before trusted values as they are",
     "with trusted values as they are",
     "less the mean of others at a place",
@@ -143,29 +143,44 @@ def gpu(measured: dict) -> str:
     )
 
 
+def stars_of(run: dict) -> str | None:
+    """None of a run of today, one of state H, which those before are where λ is 1, two of state G;
+    others are not shown."""
+    if run["code"] == TODAY:
+        return ""
+    if run["code"] == STATE_H or (run["code"] in BEFORE_H and set(run.get("lam", ())) == {1.0}):
+        return " *"
+    if run["code"] == STATE_G:
+        return " **"
+    return None
+
+
 def statistics_of_today(measured: list[dict]) -> str:
-    """Runs of the arena with today's defaults: where λ is 1, those of the states before are the
-    same, and with a star those of state G, where there are fewer than three of today. Beside them,
-    the ends of PPO's and GRPO's runs with earlier defaults."""
-    runs: dict[tuple[str, str, str], dict[int, list[float]]] = {}
-    of_today = Counter((run["task"], run["rival"]) for run in measured if run["code"] == TODAY)
-    for run in measured:
-        is_same = run["code"] in BEFORE_TODAY and set(run.get("lam", ())) == {1.0}
-        is_starred = run["code"] == STATE_G and of_today[run["task"], run["rival"]] < SEVERAL
-        has_defaults = run["code"] == TODAY or is_same or is_starred
-        if run["task"] not in arena.LENGTHS or "lam" in run["rival"] or not has_defaults:
-            continue
-        star = "" if run["code"] == TODAY or is_same else " *"
-        key = run["task"], run["rival"] + star, f"{run['lam'][0]:g}"
-        runs.setdefault(key, {})[run["seed"]] = run.get("success", run["shares"])
+    """Runs of the arena with today's defaults, and with stars those of earlier states, where there
+    are fewer than three of later ones. Beside them, the ends of PPO's and GRPO's runs with earlier
+    defaults."""
+    of_arena = [
+        run for run in measured if run["task"] in arena.LENGTHS and "lam" not in run["rival"]
+    ]
+    shown: dict[tuple[str, str, str, str], dict[int, list[float]]] = {}
+    known: set[tuple[str, str]] = set()
+    for stars in ("", " *", " **"):
+        of_state: dict[tuple[str, str, str, str], dict[int, list[float]]] = {}
+        for run in of_arena:
+            pair = run["task"], run["rival"]
+            if stars_of(run) == stars and pair not in known:
+                curves = of_state.setdefault((*pair, stars, f"{run['lam'][0]:g}"), {})
+                curves[run["seed"]] = run.get("success", run["shares"])
+        known |= {key[:2] for key, curves in of_state.items() if len(curves) >= SEVERAL}
+        shown |= of_state
     earlier = ends_of(json.loads(arena.RESULTS.read_text()))
     rows = []
-    for (task, rival, level), curves in sorted(runs.items()):
+    for (task, rival, stars, level), curves in sorted(shown.items()):
         means = [statistics.mean(curve) for curve in curves.values()]
         ends = [statistics.mean(curve[-3:]) for curve in curves.values()]
         seeds = ", ".join(map(str, sorted(curves)))
-        before = [earlier.get((task, name), "") for name in (rival.removesuffix(" *"), "GRPO")]
-        rows.append([task, rival, level, seeds, interval(means), interval(ends), *before])
+        before = [earlier.get((task, name), "") for name in (rival, "GRPO")]
+        rows.append([task, rival + stars, level, seeds, interval(means), interval(ends), *before])
     return markdown(
         "task, rival, λ, seeds, mean of the run:, last 3 rollouts:, earlier defaults:, GRPO:", rows
     )

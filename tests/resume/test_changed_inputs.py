@@ -78,6 +78,14 @@ CHANGES = {
     "rewards of another model": lambda: {
         "reward_funcs": [length_reward, llama(classifier=True, seed=1)]
     },
+    # their weights would be those of each other
+    "rewards of another order": lambda: {
+        "reward_funcs": [llama(classifier=True), length_reward],
+        "reward_processing_classes": [tokenizer(), None],
+    },
+    "reward_processing_classes": lambda: {
+        "reward_processing_classes": [None, tokenizer(chat_template=CHAT_TEMPLATE)]
+    },
     "train_dataset": lambda: {"train_dataset": prompts(15)},
     "train_dataset of other rows": lambda: {"train_dataset": mapped(target=3)},
     "curriculum": lambda: {"curriculum": lambda episodes, scores: 1 + scores},

@@ -40,6 +40,7 @@ from ..modeling.adapters import (
 )
 from ..modeling.critics import CriticState
 from ..rewards.model import AdapterReward
+from ..rewards.process import ProcessScorer
 from ..rewards.scoring import function_name
 
 ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
@@ -212,6 +213,7 @@ ADAPTER_NOT_COMPARED = (
 SAMPLED_ROWS = 64
 CURRICULUM_ROWS = 4096  # are sampled for a curriculum, whose scores belong to row numbers
 CURRICULUM = "rows of the curriculum"
+READERS = "reward_processing_classes"
 
 
 def load_state(directory: str) -> dict[str, Any]:
@@ -257,9 +259,12 @@ class SettingsChange(NamedTuple):
     @classmethod
     def between(cls, saved: dict[str, Any], current: dict[str, Any]) -> "SettingsChange":
         """Compare settings."""
-        # fields of a later version; an earlier one did not save what the best checkpoint is
+        # fields of a later version; an earlier one did not save what the best checkpoint is, nor
+        # what rewards read with
         defaults = {name: getattr(PPOConfig, name, None) for name in current}
-        saved = defaults | {name: current[name] for name in BEST} | saved
+        saved = defaults | {name: current[name] for name in BEST | {READERS}} | saved
+        if isinstance(saved.get("rewards"), dict):
+            saved["rewards"] = list(map(list, saved["rewards"].items()))  # of an earlier version
         differing = [name for name in sorted(saved) if saved[name] != current.get(name)]
         listed = {
             name: f"{name} (was {saved[name]!r}, is {current.get(name)!r})" for name in differing
@@ -385,6 +390,16 @@ def _frozen(reward: Any) -> Iterable[Tensor]:
     return ()
 
 
+def _reader(reward: Any) -> str | None:
+    """Digest of the tokenizer of a reward model, its template, and where it separates steps."""
+    tokenizer = getattr(reward, "tokenizer", None)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return None
+    words = [tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template]
+    steps = [reward.separator, reward.split_by] if isinstance(reward, ProcessScorer) else []
+    return _digest(words + steps)
+
+
 def fingerprints(
     actor_critic: ActorCritic,
     tokenizer: PreTrainedTokenizerBase,
@@ -407,7 +422,9 @@ def fingerprints(
         "quantization_config": getattr(config, "quantization_config", None),
         "tokenizer": _digest([tokenizer.get_vocab(), tokenizer.special_tokens_map]),
         "chat_template": _digest([tokenizer.chat_template, chat_template_kwargs or {}]),
-        "rewards": {reward.name: digest_of_weights(_frozen(reward)) for reward in rewards},
+        # in their order, which their weights, levels and labels follow
+        "rewards": [[reward.name, digest_of_weights(_frozen(reward))] for reward in rewards],
+        READERS: list(map(_reader, rewards)),
         "train_dataset": None if train_dataset is None else _rows(train_dataset, SAMPLED_ROWS),
         "curriculum": None if curriculum is None else digest_of_function(curriculum),
         CURRICULUM: _rows(train_dataset, CURRICULUM_ROWS) if has_scores_of_rows else None,

@@ -316,14 +316,12 @@ def read_critic(
             f"`critic_init={path!r}` is a reward adapter, which needs `critic='adapter'`."
         )
     check_same_base(path, reward.config.base_model_name_or_path, base, _OTHER_BASE)
-    if isinstance(label, list):  # those of the rewards
-        label = None
     rows = len(reward.head["weight"])
-    row = 0 if rows == 1 else cast(int, label or 0)
-    if (rows > 1 and label is None) or row not in range(rows):
+    row = 0 if rows == 1 else cast(int, label)
+    if row not in range(rows):  # a list is of the rewards
         raise ValueError(
-            f"The score head of `critic_init={path!r}` has {rows} labels, and `reward_label` is "
-            f"{label}; pick one of 0 to {rows - 1}."
+            f"The score head of `critic_init={path!r}` has {rows} labels, of which a number in "
+            f"`reward_label` picks one, for all rewards too; set 0 to {rows - 1}, got {label!r}."
         )
     head = {key: x[row : row + 1].float() for key, x in reward.head.items()}
     return {"bias": torch.zeros(1)} | head, reward

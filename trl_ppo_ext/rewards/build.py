@@ -22,6 +22,7 @@ from .model import (
     RewardAdapter,
     SequenceScorer,
     checked_label,
+    classifier_of,
     load_classifier,
 )
 from .prefixes import RewardLevel
@@ -104,6 +105,8 @@ def check_reward_arguments(
                 "`RewardAdapter`, a `ProcessReward`, or an object with `name` and `score` such as "
                 f"`Judge`, got {reward!r}."
             )
+        if isinstance(reward, PreTrainedModel | PeftModel):
+            _check_loaded(reward)
     for name, values in (
         ("reward_processing_classes", processing_classes),
         ("reward_weights", args.reward_weights),
@@ -119,6 +122,21 @@ def check_reward_arguments(
             "give one for each, and None for those without a model."
         )
     _check_labels(reward_funcs, monitor_funcs, args)
+
+
+def _check_loaded(model: PreTrainedModel | PeftModel) -> None:
+    """Raise if a loaded model would be read as a sequence classifier, and is none."""
+    kind = type(classifier_of(model)).__name__
+    if kind.endswith("ForTokenClassification"):
+        raise ValueError(
+            f"The loaded {kind} in the rewards classifies tokens, and it is not known where a step "
+            "ends; pass its id or path, or `ProcessReward(path)`."
+        )
+    if kind.endswith("ForCausalLM"):
+        raise ValueError(
+            f"The loaded {kind} in the rewards is a language model, which has no scores; pass a "
+            "sequence classifier, or let a server of the model rate completions, with `Judge`."
+        )
 
 
 def _check_labels(reward_funcs: list, monitor_funcs: list, args: PPOConfig) -> None:

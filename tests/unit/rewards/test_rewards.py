@@ -15,6 +15,7 @@ from torch import nn
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
+    LlamaForTokenClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
@@ -33,6 +34,7 @@ from trl_ppo_ext.rewards import (
     score_all,
 )
 from trl_ppo_ext.rewards.build import check_signature
+from trl_ppo_ext.rewards.model import checked_label
 
 NAN = float("nan")
 
@@ -482,6 +484,8 @@ def test_classifier_with_two_labels_raises():
     model = llama(classifier=True, num_labels=2)
     with pytest.raises(RewardError, match="LlamaForSequenceClassification` has 2 labels"):
         ClassifierReward(model, tokenizer())
+    with pytest.raises(RewardError, match=r"`reward_label` to one of 0 to 1, got None"):
+        checked_label("adapter", 2, None)  # whose config has no names
 
 
 def test_label_of_a_classifier_is_chosen_by_its_name():
@@ -740,5 +744,14 @@ def test_labels_that_do_not_fit_are_refused_with_what_fits(labeled, names, label
 
 def test_language_model_is_refused_as_a_reward(tmp_path):
     llama().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is a language model, which has no scores; .*`Judge`"):
-        check_reward_arguments([str(tmp_path)], [], None, settings())
+    for model in (str(tmp_path), llama()):
+        with pytest.raises(ValueError, match=r"is a language model, which .* no scores; .*`Judge`"):
+            check_reward_arguments([model], [], None, settings())
+
+
+def test_loaded_token_classifier_is_refused_as_a_reward():
+    """It would be read at the end only, and without its steps."""
+    model = LlamaForTokenClassification(llama(classifier=True).config)
+    for labels in ({}, {"reward_label": 1}):
+        with pytest.raises(ValueError, match=r"LlamaForToken.* or `ProcessReward\(path\)`"):
+            check_reward_arguments([model], [], None, settings(**labels))
