@@ -25,7 +25,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from reviews import THINGS, THINGS_HELD_OUT, distinct, openings, textblob
 from reward_model import LENGTH, sample, train_reward_model
-from smollm2 import base_model
+from smollm2 import base_model, faster_dtype
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging as transformers_logging
 
@@ -33,6 +33,7 @@ from trl_ppo_ext import PPOConfig, PPOTrainer
 from trl_ppo_ext.commands.main import main as trl_ppo
 
 OUTPUT = Path("runs/reviews")
+DTYPE = faster_dtype()  # of the base; what is trained is in float32
 TALK = f"trl-ppo chat {OUTPUT / 'ppo'} --plain --temperature 0.7"
 SETTINGS = {
     "learning_rate": 5e-4,
@@ -41,8 +42,8 @@ SETTINGS = {
     "per_device_train_batch_size": 16,
     "max_completion_length": LENGTH,
     "kl_coef": 0.07,  # a reward model can be hacked
-    # faster than bfloat16 on CPUs without its instructions
-    "model_init_kwargs": {"dtype": "float32"},
+    "bf16": DTYPE is torch.bfloat16,
+    "model_init_kwargs": {"dtype": DTYPE},
     "gradient_checkpointing": False,
     "use_cpu": True,
     "report_to": "none",
@@ -61,7 +62,7 @@ def main() -> None:
     with timed(
         "Reward model: six layers of the base, taught VADER's opinion of the base's own reviews"
     ):
-        correlation = train_reward_model(base, OUTPUT / "reward_model")
+        correlation = train_reward_model(base, OUTPUT / "reward_model", DTYPE)
         print(f"correlation with VADER on things that were not trained: {correlation:.2f}")
     with timed("PPO: policy, reference and critic on one base, the reward model in 4 bits"):
         align(base)
@@ -99,7 +100,7 @@ def give_verdict(base: str) -> tuple[dict[str, tuple[str, str]], list[tuple[str,
     """
     prompts = openings(THINGS_HELD_OUT) * 4
     tokenizer = AutoTokenizer.from_pretrained(base)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=DTYPE)
     texts = {}
     for name, adapter in (("before", None), ("after", OUTPUT / "ppo")):
         if adapter:

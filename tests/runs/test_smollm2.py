@@ -92,3 +92,20 @@ def test_all_stages_run_in_turn(base, monkeypatch, capsys):
     assert sorted(map(card.text.index, parts)) == list(map(card.text.index, parts))
     assert card.text.count("\n> ") == 4 and Path("runs/reviews/ppo/reward.png").stat().st_size
     assert "distinct words" in printed and Path("runs/reviews/ppo/report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype"),
+    [
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"avx512_bf16": False, "amx_bf16": True}, torch.bfloat16),
+        ({"avx512_bf16": False, "avx2": True}, torch.float32),
+        ({}, torch.float32),
+    ],
+)
+def test_demo_computes_in_bfloat16_where_the_cpu_can(monkeypatch, capabilities, dtype):
+    monkeypatch.syspath_prepend(str(RECIPE))
+    from smollm2 import faster_dtype
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert faster_dtype() == dtype
