@@ -838,21 +838,24 @@ def deviations(row: PerToken, usual: PerToken, shares: PerToken) -> PerToken:
     return result
 
 
-def squared_distance(samples: list[Sample], predictions: list[PerToken], excluded: int) -> float:
-    """Sum over all samples but one of the squared distances of predictions from outcomes."""
-    total = 0.0
+def scatter_of_errors(samples: list[Sample], predictions: list[PerToken], excluded: int) -> float:
+    """Sum, over all samples but one, of the squares of errors around their mean."""
+    errors = []
     for number, (sample, row) in enumerate(zip(samples, predictions)):
         if number != excluded:
-            total += sum((x - y) ** 2 for x, y in zip(sample.outcomes, row))
-    return total
+            errors.extend(x - y for x, y in zip(sample.outcomes, row))
+    if not errors:
+        return 0.0
+    mean = statistics.mean(errors)
+    return sum((error - mean) ** 2 for error in errors)
 
 
 def set_bootstrapped_baselines(samples: list[Sample]) -> None:
     """What the others earn from a position on, and the values around their mean there, as far as
     they fit the returns around theirs.
 
-    Values that know more, and are nearer to the outcomes than the mean of the others, are taken as
-    they are. A value stands for those that are missing to eight others.
+    Values that know more, and whose errors scatter less than those of the mean of the others, are
+    taken as they are. A value stands for those that are missing to eight others.
     """
     present = means_of_others([[1.0] * len(sample.ids) for sample in samples])
     usual_values = means_of_others([sample.values for sample in samples])
@@ -870,8 +873,8 @@ def set_bootstrapped_baselines(samples: list[Sample]) -> None:
     for number, sample in enumerate(samples):
         own = around[number]
         _, weight = weight_of_values(around, own)
-        distance = squared_distance(samples, values, number)
-        is_nearer = distance < squared_distance(samples, of_others, number)
+        scatter = scatter_of_errors(samples, values, number)
+        is_nearer = scatter < scatter_of_errors(samples, of_others, number)
         if weight > 0.5 and explained_left_out(around, own) > 0.01 and is_nearer:
             sample.baseline = sample.values
             sample.explains = sample.values

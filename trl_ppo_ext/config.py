@@ -58,8 +58,8 @@ SET_LATER = {
     "stop_token_ids",
     "transformers_continuous_batching_config",
 }
-# fields of TRL's Trainer from which the sizes of a rollout follow
-SIZES = {"gradient_accumulation_steps", "per_device_train_batch_size"}
+# fields of TrainingArguments from which the sizes of a rollout follow
+ROLLOUT_SIZES = {"gradient_accumulation_steps", "per_device_train_batch_size"}
 # method of an environment, as the prompt of critic or reference, and its earlier name
 PRIVILEGED_STATE = "privileged_state"
 EARLIER_NAME = "hidden_state"
@@ -441,7 +441,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         inherited = {entry.name for entry in fields(TrainingArguments)}
         # not those of a subclass, from which nothing follows here
         own = {entry.name for entry in fields(PPOConfig)} - inherited - SET_LATER
-        self.settled = {name: getattr(self, name) for name in sorted(own | SIZES)}
+        self.settled = {name: getattr(self, name) for name in sorted(own | ROLLOUT_SIZES)}
         if micro_batches is not None and size is not None:
             unit = self.per_device_train_batch_size * self.world_size
             expected = micro_batches * unit
@@ -509,7 +509,7 @@ class PPOConfig(TRLFields, TrainingArguments):
         if name in settled and value != settled[name]:
             raise ValueError(
                 f"`{name}` of the config cannot change after it was built, since what follows from "
-                "it would not; pass new values to `PPOConfig(...)`."
+                "it would not; pass new values to `PPOConfig(...)` or `dataclasses.replace`."
             )
         super().__setattr__(name, value)
 
@@ -612,11 +612,15 @@ class PPOConfig(TRLFields, TrainingArguments):
     def _settle_data(self) -> None:
         """Let ranks share a rollout evenly, and each read a stream itself."""
         data = self.accelerator_config
-        if "num_steps" in (data.gradient_accumulation_kwargs or {}):
-            raise ValueError(
-                "`num_steps` of `accelerator_config` would change the rollout after it was planned; "
-                "set `gradient_accumulation_steps`."
-            )
+        accumulation = data.gradient_accumulation_kwargs
+        if accumulation is not None:
+            if accumulation.get("num_steps", 1) != 1:
+                raise ValueError(
+                    "`num_steps` of `accelerator_config` would change the rollout after it was "
+                    "planned; set `gradient_accumulation_steps`."
+                )
+            # the Trainer writes into it
+            data.gradient_accumulation_kwargs = dict(accumulation)
         if data.split_batches or not data.even_batches or self.dataloader_drop_last:
             ignored = "`split_batches`, `even_batches` and `dataloader_drop_last`"
             logger.warning(

@@ -83,7 +83,7 @@ def example(tokenizer, prompt: str, review: str) -> dict[str, list]:
 
 def train_reward_model(base: str, output_dir: Path, dtype: torch.dtype = torch.float32) -> float:
     """Write the reward model; return how its scores, in 4 bits, correlate with VADER's on things
-    not trained."""
+    not trained. The base writes reviews, and scores are computed, in `dtype`."""
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(base)
     policy = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
@@ -111,6 +111,6 @@ def train_reward_model(base: str, output_dir: Path, dtype: torch.dtype = torch.f
     tokenizer.save_pretrained(output_dir)
     prompts = (openings(THINGS_HELD_OUT) * MEASURED)[:MEASURED]
     reviews = sample(policy, tokenizer, prompts)
-    reward = ClassifierReward(load_classifier(str(output_dir), torch.float32), tokenizer)
+    reward = ClassifierReward(load_classifier(str(output_dir), dtype), tokenizer)
     scores = reward.score(ScoringBatch(prompts, reviews, completion_ids=[]))
     return torch.corrcoef(torch.tensor([scores, vader(reviews)]))[0, 1].item()

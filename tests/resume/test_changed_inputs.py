@@ -14,11 +14,18 @@ from runs_of_tiny import weights
 from tiny import CHAT_TEMPLATE, WORDS, config, length_reward, llama, prompts, tokenizer
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, LlamaForTokenClassification
 
-from trl_ppo_ext import PPOConfig, PPOTrainer
-from trl_ppo_ext.checkpoints.files import CheckpointError, digest_of_function
+from trl_ppo_ext import PPOConfig, PPOTrainer, ProcessReward
+from trl_ppo_ext.checkpoints.files import (
+    CheckpointError,
+    SettingsChange,
+    _tokenizer_digest,
+    digest_of_function,
+    run_settings,
+)
 from trl_ppo_ext.checkpoints.resume import load_under_own_rates
+from trl_ppo_ext.rewards.process import ProcessScorer
 
 SAVING = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
 
@@ -86,6 +93,9 @@ CHANGES = {
     "reward_processing_classes": lambda: {
         "reward_processing_classes": [None, tokenizer(chat_template=CHAT_TEMPLATE)]
     },
+    "reward_processing_classes of other words": lambda: {
+        "reward_processing_classes": [None, tokenizer(WORDS[::-1])]
+    },
     "train_dataset": lambda: {"train_dataset": prompts(15)},
     "train_dataset of other rows": lambda: {"train_dataset": mapped(target=3)},
     "curriculum": lambda: {"curriculum": lambda episodes, scores: 1 + scores},
@@ -116,6 +126,29 @@ def test_changed_input_is_refused_by_name(run, change):
         match=rf"{change.partition(' of ')[0]} \(was .*resume_with_changed_settings",
     ):
         trainer(run, **CHANGES[change]()).train(resume_from_checkpoint=True)
+
+
+def test_checkpoint_of_an_earlier_version_is_compared_by_what_it_has():
+    """It had rewards by name, and nothing of their tokenizers."""
+    current = run_settings(PPOConfig("unused", use_cpu=True)) | {
+        "rewards": [["long", "1"], ["short", "2"]],
+        "reward_processing_classes": [None, "3"],
+    }
+    before = {name: x for name, x in current.items() if name != "reward_processing_classes"}
+    same = SettingsChange.between(before | {"rewards": {"long": "1", "short": "2"}}, current)
+    assert not same.listed
+    swapped = SettingsChange.between(before | {"rewards": {"short": "2", "long": "1"}}, current)
+    assert swapped.refused == {"rewards"}
+
+
+def test_tokenizer_and_steps_of_a_process_reward_are_compared():
+    model = LlamaForTokenClassification(llama(classifier=True).config)
+    digests = {
+        _tokenizer_digest(ProcessScorer(ProcessReward("prm", *steps), model, words, words))
+        for steps in (["a"], ["b"], ["a", "b"])
+        for words in (tokenizer(), tokenizer(WORDS[::-1]))
+    }
+    assert len(digests) == 6
 
 
 def test_changed_input_is_allowed_by_a_setting(run, tmp_path):

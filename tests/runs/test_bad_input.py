@@ -73,7 +73,7 @@ def test_curriculum_for_a_stream_raises(tmp_path):
         ("beta", 0.5),
         ("critic", "none"),
         ("epsilon", 0.1),
-        # of TRL's Trainer, which a rollout is planned by
+        # of TrainingArguments, which a rollout is planned by
         ("gradient_accumulation_steps", 3),
         ("per_device_train_batch_size", 3),
     ],
@@ -88,6 +88,9 @@ def test_field_cannot_be_set_after_the_construction(tmp_path, name, value):
 
 
 def test_steps_of_accelerate_cannot_change_a_planned_rollout(tmp_path):
+    steps = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    for _ in range(2):  # the Trainer writes a number of 1 into it
+        build(tmp_path, {}, accelerator_config=steps)
     with pytest.raises(ValueError, match=r"^`num_steps` .* `gradient_accumulation_steps`"):
         config(tmp_path, accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}})
 

@@ -213,7 +213,7 @@ ADAPTER_NOT_COMPARED = (
 SAMPLED_ROWS = 64
 CURRICULUM_ROWS = 4096  # are sampled for a curriculum, whose scores belong to row numbers
 CURRICULUM = "rows of the curriculum"
-READERS = "reward_processing_classes"
+REWARD_TOKENIZERS = "reward_processing_classes"
 
 
 def load_state(directory: str) -> dict[str, Any]:
@@ -260,9 +260,10 @@ class SettingsChange(NamedTuple):
     def between(cls, saved: dict[str, Any], current: dict[str, Any]) -> "SettingsChange":
         """Compare settings."""
         # fields of a later version; an earlier one did not save what the best checkpoint is, nor
-        # what rewards read with
+        # the tokenizers of rewards
         defaults = {name: getattr(PPOConfig, name, None) for name in current}
-        saved = defaults | {name: current[name] for name in BEST | {READERS}} | saved
+        later = (BEST | {REWARD_TOKENIZERS}) & current.keys()
+        saved = defaults | {name: current[name] for name in later} | saved
         if isinstance(saved.get("rewards"), dict):
             saved["rewards"] = list(map(list, saved["rewards"].items()))  # of an earlier version
         differing = [name for name in sorted(saved) if saved[name] != current.get(name)]
@@ -390,7 +391,7 @@ def _frozen(reward: Any) -> Iterable[Tensor]:
     return ()
 
 
-def _reader(reward: Any) -> str | None:
+def _tokenizer_digest(reward: Any) -> str | None:
     """Digest of the tokenizer of a reward model, its template, and where it separates steps."""
     tokenizer = getattr(reward, "tokenizer", None)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -424,7 +425,7 @@ def fingerprints(
         "chat_template": _digest([tokenizer.chat_template, chat_template_kwargs or {}]),
         # in their order, which their weights, levels and labels follow
         "rewards": [[reward.name, digest_of_weights(_frozen(reward))] for reward in rewards],
-        READERS: list(map(_reader, rewards)),
+        REWARD_TOKENIZERS: list(map(_tokenizer_digest, rewards)),
         "train_dataset": None if train_dataset is None else _rows(train_dataset, SAMPLED_ROWS),
         "curriculum": None if curriculum is None else digest_of_function(curriculum),
         CURRICULUM: _rows(train_dataset, CURRICULUM_ROWS) if has_scores_of_rows else None,

@@ -52,6 +52,9 @@ def main(argv: Sequence[str]) -> None:
     script, config, model = parse("trl-ppo estimate", argv, description, EstimateConfig)
     config = cast(EstimateConfig, config)
     run = model_arguments(script, config, model)
+    # a reward may be left out of an estimate, but not of a run without a knowing reference
+    if config.reference_prompt and not (run["reward_funcs"] or script.environment_factory):
+        run["args"] = config.without_rewards()
     estimate = estimate_memory(**run, prompt_length=config.prompt_length, device=config.target)
     print(work_of(config, config.num_processes))
     if not print_estimate(estimate, config.memory):

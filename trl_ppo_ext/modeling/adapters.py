@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -317,11 +317,14 @@ def read_critic(
         )
     check_same_base(path, reward.config.base_model_name_or_path, base, _OTHER_BASE)
     rows = len(reward.head["weight"])
-    row = 0 if rows == 1 else cast(int, label)
-    if row not in range(rows):  # a list is of the rewards
+    if rows == 1:
+        row = 0
+    elif isinstance(label, int) and label in range(rows):
+        row = label
+    else:
         raise ValueError(
-            f"The score head of `critic_init={path!r}` has {rows} labels, of which a number in "
-            f"`reward_label` picks one, for all rewards too; set 0 to {rows - 1}, got {label!r}."
+            f"`reward_label` must be a number from 0 to {rows - 1}, which then is of all rewards "
+            f"too, got {label!r}: the score head of `critic_init={path!r}` has {rows} labels."
         )
     head = {key: x[row : row + 1].float() for key, x in reward.head.items()}
     return {"bias": torch.zeros(1)} | head, reward

@@ -12,7 +12,7 @@ from ..ppo_math import FEWEST, Moments, Reduction
 from .baseline import MEMORY, Groups, fit_baseline, is_nearer, means_of_others
 
 SOLVED = 0.1  # share of the largest deviation of a run, below which advantages fade
-# weight of a critic, and explained variance without the clock, from which on its values are
+# weight of a critic, and explained variance without the clock, from which on its values may be
 # bootstrapped from as they are
 TRUSTED = 0.5
 KNOWN = 0.01
@@ -254,7 +254,8 @@ def from_later_values(
 
     # 2. What others earn from a place on is left to earn there; values stand for those that are
     # missing to eight. Values that know no more would be noise in the advantage of each token;
-    # those that do, and are nearer to the outcomes with a clock of their own, are taken as they are.
+    # those that do are taken as they are, unless their errors vary more by place than what they
+    # know. By how much all have risen since the values were fitted is no such error.
     of_others = usual_left + (1 - present) * x.values
     is_known = (
         (fit.weights > TRUSTED)

@@ -52,7 +52,7 @@ class Groups(NamedTuple):
 
 
 def _dtype_of_sums(x: Tensor) -> torch.dtype:
-    """The most exact one of a device."""
+    """Float64, in which sums do not depend on ranks, if the device has it."""
     if x.device.type == "mps":
         return torch.float32
     return torch.float64
@@ -61,12 +61,15 @@ def _dtype_of_sums(x: Tensor) -> torch.dtype:
 def is_nearer(
     values: Tensor, rivals: Tensor, returns: Tensor, mask: Tensor, groups: Groups
 ) -> Tensor:
-    """Whether values are nearer to the returns of all other prompts than rivals are, by squares,
-    `[batch, 1]`."""
-    ahead = (returns - rivals).square() - (returns - values).square()
-    of_prompts = groups.sums((ahead * mask).sum(1, dtype=_dtype_of_sums(returns)))
-    of_others = of_prompts.sum() - of_prompts
-    return groups.spread(of_others > 0, returns)[:, None]
+    """Whether values are nearer to the returns of all other prompts than rivals are, by squares
+    around the mean error of each, `[batch, 1]`."""
+    errors = torch.stack([values, rivals], -1).to(_dtype_of_sums(returns)) - returns[..., None]
+    errors = errors.masked_fill(~mask[..., None], 0)
+    tokens = mask.sum(1, keepdim=True).to(errors.dtype)
+    of_prompts = groups.sums(torch.cat([errors.sum(1), errors.square().sum(1), tokens], 1))
+    totals, squares, tokens = (of_prompts.sum(0) - of_prompts).split([2, 2, 1], 1)
+    around_mean = squares - totals**2 / tokens.clamp(min=1)
+    return groups.spread(around_mean[:, :1] < around_mean[:, 1:], returns)
 
 
 def means_of_others(totals: Tensor, counts: Tensor, groups: Groups) -> Tensor:

@@ -31,6 +31,7 @@ from .scoring import FunctionReward, Reward, function_name
 
 logger = logging.get_logger(__name__)
 
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of their names
 MODELS = (str, RewardAdapter, ProcessReward, PreTrainedModel, PeftModel)
 RewardFunc: TypeAlias = (
     str | PreTrainedModel | RewardAdapter | ProcessReward | Reward | Callable[..., Any]
@@ -132,7 +133,7 @@ def _check_loaded(model: PreTrainedModel | PeftModel) -> None:
             f"The loaded {kind} in the rewards classifies tokens, and it is not known where a step "
             "ends; pass its id or path, or `ProcessReward(path)`."
         )
-    if kind.endswith("ForCausalLM"):
+    if kind.endswith(LANGUAGE_MODELS):
         raise ValueError(
             f"The loaded {kind} in the rewards is a language model, which has no scores; pass a "
             "sequence classifier, or let a server of the model rate completions, with `Judge`."

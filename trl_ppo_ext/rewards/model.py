@@ -46,10 +46,11 @@ def checked_label(name: str, num_labels: int, label: int | str | None, config: A
     numbers = getattr(config, "label2id", None) or {}
     number = 0 if num_labels == 1 else numbers.get(label, label)
     if number is None or number not in range(num_labels):
-        names = "".join(f"{x!r}, " for x in sorted(numbers, key=numbers.__getitem__))
+        names = ", ".join(map(repr, sorted(numbers, key=numbers.__getitem__)))
+        by_name = f"one of {names}, or " if names else ""
         raise RewardError(
             f"The reward model `{name}` has {num_labels} labels, but a reward is one number; set "
-            f"`reward_label` to one of {names}0 to {num_labels - 1}, got {label}. With "
+            f"`reward_label` to {by_name}a number from 0 to {num_labels - 1}, got {label}. With "
             "several reward models, give a list with a label for each reward, and None for those "
             "without labels."
         )

@@ -96,15 +96,16 @@ def test_trusted_values_are_all_that_is_subtracted():
     close(advantages, expected)
 
 
+@pytest.mark.parametrize("lag", [0.0, 5.0])  # what all have learned since
 @pytest.mark.parametrize("shift", [0.0, 1.0])  # of the clock, in deviations of the outcomes
-def test_values_with_a_wrong_clock_are_compared_at_their_places(shift):
+def test_values_with_a_wrong_clock_are_compared_at_their_places(shift, lag):
     """They know which completion is better, and expect more and more to come where nothing does."""
     torch.manual_seed(0)
     steps = torch.ones(64, 12).bool()
     known = torch.randn(64, 1).double().expand(64, 12)
     rewards = torch.zeros(64, 12).double()
     rewards[:, -1] = known[:, 0] + torch.randn(64)
-    values = known + shift * torch.linspace(-2, 2, 12)
+    values = known + shift * torch.linspace(-2, 2, 12) - lag
     discounts = with_lambdas(0.8, 1.0, gamma=1.0)
     seen = Moments(100.0, 0.0, 100.0)
     result, _ = gae_with_critic(rewards, values, steps, seen, True, discounts)

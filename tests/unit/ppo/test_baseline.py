@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from trl_ppo_ext.ppo.baseline import FOLDS, Groups, fit_baseline, means_of_others
+from trl_ppo_ext.ppo.baseline import FOLDS, Groups, fit_baseline, is_nearer, means_of_others
 from trl_ppo_ext.ppo_math import Moments, explained_variance, outliers
 
 
@@ -124,6 +124,53 @@ def test_groups_that_span_ranks_equal_groups_of_one_process():
         for rank in range(2)
     ]
     torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def nearer(values, rivals, returns, mask=None, groups=Groups()):
+    """Of values, rivals and returns of one step per completion."""
+    mask = torch.ones_like(returns).bool() if mask is None else mask
+    columns = (x[:, None] for x in (values, rivals, returns, mask))
+    return is_nearer(*columns, groups)[:, 0].tolist()
+
+
+def test_values_are_compared_on_the_other_prompts():
+    """One prompt alone has values that are wrong, in both of its completions."""
+    returns = torch.randn(8).double()
+    values = returns + torch.tensor([9.0, -9.0, 0.1, 0, -0.1, 0, 0.1, 0])
+    rivals = returns + torch.tensor([0.0, 0, 1, -1, 1, -1, 1, -1])
+    assert nearer(values, rivals, returns, groups=Groups(2)) == 2 * [True] + 6 * [False]
+    assert nearer(values, rivals, returns) == 8 * [False]  # of which the other one is a prompt
+    mask = torch.arange(8) > 1
+    values[:2] = torch.tensor([torch.nan, torch.inf])
+    assert nearer(values, rivals, returns, mask, Groups(2)) == 8 * [True]
+
+
+def test_values_that_all_lag_are_no_farther():
+    """By what all completions have learned to earn."""
+    returns = torch.randn(8).double()
+    rivals = returns + torch.randn(8)
+    values = returns + 0.1 * torch.randn(8)
+    assert nearer(values - 100, rivals, returns) == 8 * [True]
+
+
+def test_comparison_of_ranks_is_that_of_one_process():
+    returns, values, rivals = torch.randn(3, 16).double()
+    whole = nearer(values, rivals, returns, groups=Groups(2))
+    sums = []
+
+    def gather(own):
+        sums.append(own)
+        return own.repeat(2, 1)
+
+    halves = [[x[rows] for x in (values, rivals, returns)] for rows in (slice(8), slice(8, 16))]
+    for rank, half in enumerate(halves):
+        nearer(*half, groups=Groups(2, gather, rank))
+    of_all = torch.cat(sums)
+    parts = [
+        nearer(*half, groups=Groups(2, lambda own: of_all, rank))
+        for rank, half in enumerate(halves)
+    ]
+    assert parts[0] + parts[1] == whole
 
 
 def test_mean_of_others_excludes_own_and_uncounted_scores():

@@ -484,7 +484,7 @@ def test_classifier_with_two_labels_raises():
     model = llama(classifier=True, num_labels=2)
     with pytest.raises(RewardError, match="LlamaForSequenceClassification` has 2 labels"):
         ClassifierReward(model, tokenizer())
-    with pytest.raises(RewardError, match=r"`reward_label` to one of 0 to 1, got None"):
+    with pytest.raises(RewardError, match=r"`reward_label` to a number from 0 to 1, got None"):
         checked_label("adapter", 2, None)  # whose config has no names
 
 
