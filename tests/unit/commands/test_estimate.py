@@ -139,6 +139,15 @@ def test_estimate_command_prints_and_exits(large, capsys):
     assert "fit" not in capsys.readouterr().out
 
 
+def test_run_that_only_distills_has_no_critic(large, capsys):
+    """Nor has its estimate, as its `--dry_run`; one that leaves out its rewards has."""
+    argv = ["estimate", "--model_name_or_path", str(large / "base"), "--output_dir", "unused"]
+    assert cli.main(argv) == 0
+    assert "critic" in capsys.readouterr().out
+    assert cli.main([*argv, "--reference_prompt", "hint", "--kl_coef", "1"]) == 0
+    assert "critic" not in capsys.readouterr().out
+
+
 def test_share_of_vllm_must_hold_its_base(large, capsys):
     """It is not quantized, whatever the policy's base is, unless vLLM does that itself."""
     colocated = (
