@@ -119,6 +119,26 @@ def test_values_with_a_wrong_clock_are_compared_at_their_places(shift, lag):
     assert ppo_math.explained_variance(result.explains, left, steps) > 0.4
 
 
+def test_wild_values_of_a_prompt_or_an_outlier_are_not_compared_for_others():
+    """Values of all others are right, and are taken as they are where the wild ones are left out:
+    as those of the prompt itself, or of a completion far beyond all others."""
+    torch.manual_seed(0)
+    steps = torch.ones(32, 12).bool()
+    rewards = torch.randn(32, 12).double()
+    exact = rewards.flip(1).cumsum(1).flip(1)
+    wild = exact + 1e-3
+    wild[0] += torch.linspace(-90, 90, 12)
+    discounts = with_lambdas(0.8, 1.0, gamma=1.0)
+    known = {"seen": Moments(100.0, 0.0, 100.0), "is_normalized": True, "discounts": discounts}
+    of_prompt, _ = gae_with_critic(rewards, wild, steps, **known, groups=Groups(2))
+    close(of_prompt.baseline[:2], wild[:2])
+    ordinary = torch.arange(32) > 0
+    of_ordinary, _ = gae_with_critic(rewards, wild, steps, **known, ordinary=ordinary)
+    close(of_ordinary.baseline, wild)
+    compared, _ = gae_with_critic(rewards, wild, steps, **known)
+    assert not torch.allclose(compared.baseline[1:], wild[1:], atol=1e-3)
+
+
 def test_noise_of_a_critic_that_knows_the_time_only_is_in_no_advantage():
     """Values fall with what is left, which explains most of the returns, and each has an error."""
     torch.manual_seed(0)
