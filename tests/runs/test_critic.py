@@ -650,7 +650,7 @@ NO_START = [
         "reward2",
         ADAPTER | {"reward_label": [1, "good"]},
         nothing,
-        "of all rewards too, got ..., 'good'.:",
+        "of all rewards too, got .1, 'good'.:",
     ),
     ("head", HEAD, other_base, "'somebody/else'"),
     ("adapter", ADAPTER, lambda x: other_base(x / "critic"), "'somebody/else'"),
