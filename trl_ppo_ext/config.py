@@ -619,7 +619,7 @@ class PPOConfig(TRLFields, TrainingArguments):
                     "`num_steps` of `accelerator_config` would change the rollout after it was "
                     "planned; set `gradient_accumulation_steps`."
                 )
-            # the Trainer writes into it
+            # The Trainer writes into this mapping, which may be the user's own.
             data.gradient_accumulation_kwargs = dict(accumulation)
         if data.split_batches or not data.even_batches or self.dataloader_drop_last:
             ignored = "`split_batches`, `even_batches` and `dataloader_drop_last`"

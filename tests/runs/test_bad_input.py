@@ -91,6 +91,7 @@ def test_steps_of_accelerate_cannot_change_a_planned_rollout(tmp_path):
     steps = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     for _ in range(2):  # the Trainer writes a number of 1 into it
         build(tmp_path, {}, accelerator_config=steps)
+    assert steps == {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     with pytest.raises(ValueError, match=r"^`num_steps` .* `gradient_accumulation_steps`"):
         config(tmp_path, accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}})
 

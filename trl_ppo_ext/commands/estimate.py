@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
     script, config, model = parse("trl-ppo estimate", argv, description, EstimateConfig)
     config = cast(EstimateConfig, config)
     run = model_arguments(script, config, model)
-    # a reward may be left out of an estimate, but not of a run without a knowing reference
+    # An estimate may omit rewards; a run may only with a reference that sees more.
     if config.reference_prompt and not (run["reward_funcs"] or script.environment_factory):
         run["args"] = config.without_rewards()
     estimate = estimate_memory(**run, prompt_length=config.prompt_length, device=config.target)

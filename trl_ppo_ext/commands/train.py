@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def dry_run(script: PPOScriptArguments, args: PPOConfig, model: PPOModelConfig) -> None:
-    """Check everything that needs no weights, and print the plan of the run."""
+    """Check settings, data and files without loading weights, and print the plan of the run."""
     splits = _some_rows(script)
     arguments = trainer_arguments(script, args, model, splits)
     datasets = {name: arguments.pop(name, None) for name in ("eval_dataset", "train_dataset")}

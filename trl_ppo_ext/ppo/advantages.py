@@ -254,8 +254,8 @@ def from_later_values(
 
     # 2. What others earn from a place on is left to earn there; values stand for those that are
     # missing to eight. Values that know no more would be noise in the advantage of each token;
-    # those that do are taken as they are, unless their errors vary more by place than what they
-    # know. By how much all have risen since the values were fitted is no such error.
+    # those that do are taken as they are, unless their errors vary more than those of the others'
+    # mean. A constant error does not count: all completions may earn more since the last fit.
     of_others = usual_left + (1 - present) * x.values
     is_known = (
         (fit.weights > TRUSTED)

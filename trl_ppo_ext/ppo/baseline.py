@@ -61,8 +61,8 @@ def _dtype_of_sums(x: Tensor) -> torch.dtype:
 def is_nearer(
     values: Tensor, rivals: Tensor, returns: Tensor, mask: Tensor, groups: Groups
 ) -> Tensor:
-    """Whether values are nearer to the returns of all other prompts than rivals are, by squares
-    around the mean error of each, `[batch, 1]`."""
+    """True if the errors of values vary less than those of rivals on all other prompts,
+    `[batch, 1]`."""
     errors = torch.stack([values, rivals], -1).to(_dtype_of_sums(returns)) - returns[..., None]
     errors = errors.masked_fill(~mask[..., None], 0)
     tokens = mask.sum(1, keepdim=True).to(errors.dtype)
