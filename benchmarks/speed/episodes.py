@@ -1,18 +1,23 @@
 """Episodes per second on a server, against turns in lockstep.
 
     python benchmarks/speed/episodes.py --simulated
+    python benchmarks/speed/episodes.py --base runs/SmolLM2-135M-Instruct --tokens 24
 
 Episodes of 5 to 15 turns, whose lengths are lognormal, with tools that sleep, are played twice:
 each by itself, as with `vllm_mode="server"`, and with a sampler that waits for all unfinished
 episodes. The simulated server takes 10 ms per token of a request, however many there are; it needs
-the environment of `make test`. Without `--simulated`, `vllm serve` samples from a tiny Llama on a
-CPU; that needs `make test-vllm`, and its environment. Only prints.
+the environment of `make test`.
+
+Without `--simulated`, `vllm serve` samples on a CPU from a tiny Llama, or from `--base` in bfloat16;
+that needs `make test-vllm`, and its environment. The adapter is one of `o_proj`: on a CPU, vLLM
+copies the weights of an adapter for each token. The server has a core of its own. Only prints.
 """
 
 import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import sys
 import tempfile
@@ -37,6 +42,8 @@ ADAPTER = "bench-1"
 SECONDS_PER_TOKEN = 0.01  # of the simulated server
 # sigma of the lengths, and share of a mean turn's time that a tool takes in the mean
 CASES = ["0.5,0", "1,0", "1,0.5"]
+LORA = {"r": 8, "target_modules": ["o_proj"]}
+STEPS = 48  # that a step's time is the mean of
 
 
 class Lockstep(GroupedSampler):
@@ -88,8 +95,8 @@ def rate(sampler: TurnSampler, options: argparse.Namespace, *case: Any) -> float
 
 
 @contextmanager
-def simulated(folder: str) -> Iterator[tuple[str, str]]:
-    """Address and base of a server that samples every request as if it were the only one."""
+def simulated(base: str) -> Iterator[str]:
+    """Address of a server that samples every request as if it were the only one."""
     from fake_vllm import FakeVLLM
 
     class Simulated(FakeVLLM):
@@ -98,35 +105,52 @@ def simulated(folder: str) -> Iterator[tuple[str, str]]:
             await asyncio.sleep(SECONDS_PER_TOKEN * body.get("max_tokens", 0))
             return await super().answer(request)
 
-    server = Simulated("org/base")
+    server = Simulated(base)
     server.start()
     try:
-        yield server.url, "org/base"
+        yield server.url
     finally:
         server.stop()
 
 
 @contextmanager
-def real(folder: str) -> Iterator[tuple[str, str]]:
-    """Address and base of `vllm serve` with a tiny Llama."""
+def real(base: str) -> Iterator[str]:
+    """Address of `vllm serve` on the first core, while this process has the others."""
+    from vllm_servers import served
+
+    first, *others = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, [first])  # processes that it starts inherit it
+    lora = ("--enable-lora", "--max-lora-rank", str(LORA["r"]), "--lora-target-modules", "o_proj")
+    limits = ("--dtype", "bfloat16", "--max-num-seqs", "256", "--max-model-len", "2048")
+    with served(base, f"{base}-log", (*lora, *limits)) as server:
+        os.sched_setaffinity(0, others or [first])
+        yield server.url
+
+
+def save_base(folder: str) -> str:
+    """Path of a tiny Llama, which is saved there."""
     from served import saved, small_llama
     from tiny import tokenizer
-    from vllm_servers import ADAPTERS, served
 
     base = saved(small_llama(max_position_embeddings=4096), f"{folder}/base")
     tokenizer().save_pretrained(base)  # a server reads one
-    arguments = (*ADAPTERS, "--max-num-seqs", "256")
-    with served(base, f"{folder}/log", arguments) as server:
-        yield server.url, base
+    return base
 
 
-def save_adapter(folder: Path) -> None:
-    """Save an adapter of the tiny Llama."""
+def save_adapter(base: str, folder: Path) -> None:
+    """Save an adapter of a base."""
     from peft import LoraConfig, get_peft_model
-    from served import small_llama
+    from transformers import AutoModelForCausalLM
 
-    config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    get_peft_model(small_llama(max_position_embeddings=4096), config).save_pretrained(folder)
+    config = LoraConfig(**LORA, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
+
+
+def seconds_of_step(server: VLLMServer, requests: int) -> float:
+    """Seconds of a step of the server with so many requests."""
+    start = time.perf_counter()
+    server.sample(ADAPTER, [Request([4, 5, 6], 1, row, STEPS) for row in range(requests)])
+    return (time.perf_counter() - start) / STEPS
 
 
 def main() -> None:
@@ -134,6 +158,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--simulated", action="store_true", help="no vLLM")
+    parser.add_argument("--base", help="folder of a model, instead of a tiny Llama")
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48, help="of a turn, in the mean")
     parser.add_argument("--cases", nargs="+", default=CASES, help="sigma, and share of tools")
@@ -141,21 +166,19 @@ def main() -> None:
     options = parser.parse_args()
     turns.QUICK = math.inf  # lockstep waits for all
     with tempfile.TemporaryDirectory() as folder:
-        save_adapter(Path(folder, ADAPTER))
-        with (simulated if options.simulated else real)(folder) as (url, base):
+        base = options.base or save_base(folder)
+        save_adapter(base, Path(folder, ADAPTER))
+        with (simulated if options.simulated else real)(base) as url:
             settings = {"temperature": 1.0, "logprobs": 0, "ignore_eos": True}
-            server = VLLMServer(url, 240.0, base, settings, rank=16)
+            server = VLLMServer(url, 240.0, base, settings, rank=LORA["r"])
             server.load(ADAPTER, Path(folder, ADAPTER))
-            mean_seconds = SECONDS_PER_TOKEN * options.tokens
-            if not options.simulated:
-                rate(Lockstep(server), options, 0.0, 0.0, options.tokens, 0)  # warms it up
-                start = time.perf_counter()
-                requests = [
-                    Request([4, 5, 6], 1, row, options.tokens) for row in range(options.episodes)
-                ]
-                server.sample(ADAPTER, requests)
-                mean_seconds = time.perf_counter() - start
-            print(f"a turn of all episodes: {mean_seconds:.2f} s")
+            seconds_of_step(server, options.episodes)  # warms it up
+            of_one, of_all = (seconds_of_step(server, number) for number in (1, options.episodes))
+            print(
+                f"a step: {1000 * of_one:.0f} ms with one request, {1000 * of_all:.0f} ms with "
+                f"{options.episodes}"
+            )
+            mean_seconds = of_all * options.tokens
             for numbers in options.cases:
                 sigma, share = map(float, numbers.split(","))
                 tool = share * mean_seconds
