@@ -14,11 +14,13 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from transformers import EarlyStoppingCallback
 
 from trl_ppo_ext import PPOTrainer, ppo_math
 from trl_ppo_ext.checkpoints.files import save_critic
 from trl_ppo_ext.checkpoints.resume import check_earlier_run
 from trl_ppo_ext.commands.launch import build_trainer, load_datasets, parse
+from trl_ppo_ext.config import METRIC_SCHEDULES
 from trl_ppo_ext.modeling import Critic
 from trl_ppo_ext.modeling.adapters import CRITIC_NUMBERS, public_name
 from trl_ppo_ext.ppo.rollouts import Rollout, Samples, observed_by_critic, score_tokens
@@ -42,8 +44,11 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
         `dict[str, float]`: `"explained_variance_before"` and `"explained_variance_after"`, on the
         same held-out rollouts against their Monte Carlo returns, and `"steps"`.
 
+    The run's early stopping and `load_best_model_at_end` do not apply: they follow the policy's
+    metric, which stays as it is.
+
     Raises:
-        `ValueError`: If there is no critic.
+        `ValueError`: If there is no critic, or the schedule follows a metric.
     """
     actor_critic = trainer.actor_critic
     if actor_critic.value_head is None:
@@ -51,8 +56,15 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
             "`critic='none'` leaves nothing to pretrain; set `critic` to 'side', 'head' or "
             "'adapter'."
         )
+    if trainer.args.lr_scheduler_type in METRIC_SCHEDULES:
+        raise ValueError(
+            f"`lr_scheduler_type={trainer.args.lr_scheduler_type.value!r}` follows a metric of "
+            "the policy, which is frozen; set another one to pretrain the critic."
+        )
     if trainer.args.resume_from_checkpoint is None:
         check_earlier_run(str(trainer.args.output_dir))  # before anything is sampled
+    trainer.args.load_best_model_at_end = False
+    trainer.remove_callback(EarlyStoppingCallback)
     for parameter in actor_critic.policy_parameters().values():
         parameter.requires_grad_(False)
     trainer.remove_callback(trainer.run_log)  # the folder holds a critic to publish, not a run

@@ -28,7 +28,12 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.integrations import apply_liger_kernel
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, SaveStrategy
+from transformers.trainer_utils import (
+    EvalLoopOutput,
+    IntervalStrategy,
+    PredictionOutput,
+    SaveStrategy,
+)
 from transformers.utils import logging
 
 from . import distributed
@@ -46,7 +51,7 @@ from .arguments import (
 from .checkpoints import files, hub, resume, save
 from .checkpoints.atomic import rotate
 from .concurrency import FAILURES
-from .config import PPOConfig
+from .config import METRIC_SCHEDULES, PPOConfig
 from .data import PROMPT_IDS, RolloutSampler, Rows, StreamedRows, weighted_rows
 from .episodes import Environments, Player, build_player, record
 from .modeling.adapters import check_has_adapter
@@ -974,9 +979,13 @@ class PPOTrainer(Trainer):
     def _train(self, checkpoint: str | None, *args, **kwargs) -> Any:
         """Run the Trainer's loop; after an error save a checkpoint of the last complete step."""
         began_with = self.run_state
+        self._warn_of_evaluations_in_warmup()
         # the Trainer would apply the kernels to the actor-critic, in vain
         uses_liger = self.args.use_liger_kernel
         self.args.use_liger_kernel = False
+        # what was evaluated at a checkpoint would count twice, e.g. for early stopping
+        evaluates_on_start = self.args.eval_on_start
+        self.args.eval_on_start = evaluates_on_start and checkpoint is None
         try:
             return super().train(checkpoint, *args, **kwargs)
         except FAILURES as error:  # a callback may call `sys.exit()`
@@ -989,6 +998,23 @@ class PPOTrainer(Trainer):
             raise
         finally:
             self.args.use_liger_kernel = uses_liger
+            self.args.eval_on_start = evaluates_on_start
+
+    def _warn_of_evaluations_in_warmup(self) -> None:
+        """Tell if early stopping or the schedule reads evaluations of a policy that waits for the
+        critic."""
+        warmup_steps = self.args.critic_options.warmup_steps
+        reads_metric = self._early_stops or self.args.lr_scheduler_type in METRIC_SCHEDULES
+        in_steps = self.args.eval_strategy == IntervalStrategy.STEPS
+        if reads_metric and in_steps and (self.args.eval_delay or 0) < warmup_steps:
+            logger.warning(
+                "Evaluations before step %d are of a policy that has not moved yet, since "
+                "`critic_kwargs['warmup_steps']` is %d, and early stopping or the schedule reads "
+                "them; set `eval_delay=%d`.",
+                warmup_steps,
+                warmup_steps,
+                warmup_steps,
+            )
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, checkpoint: Any

@@ -245,6 +245,26 @@ def test_early_stopping_goes_on_counting(tmp_path):
     assert state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]
 
 
+def test_first_evaluation_is_not_repeated_by_a_resumed_run(tmp_path):
+    """Early stopping would count it twice."""
+    settings = {"load_best_model_at_end": False, "save_total_limit": None, "eval_on_start": True}
+    counted = best_at_first(tmp_path, **settings)
+    counted.add_callback(EarlyStoppingCallback(9))
+    counted.train()
+    again = best_at_first(tmp_path / "again", **settings)
+    stops = EarlyStoppingCallback(9)
+    again.add_callback(stops)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    evaluated = [
+        [row["step"] for row in run.state.log_history if "eval_reward" in row]
+        for run in (counted, again)
+    ]
+    assert evaluated[0] == evaluated[1] and evaluated[0][0] == 0
+    (first,) = counted._early_stops
+    assert stops.early_stopping_patience_counter == first.early_stopping_patience_counter
+    assert again.args.eval_on_start
+
+
 def test_run_that_was_stopped_early_goes_on_with_another_metric(tmp_path):
     settings = {"load_best_model_at_end": False, "save_total_limit": None, "max_steps": 6}
     stopped = best_at_first(tmp_path, **settings)

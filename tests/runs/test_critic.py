@@ -20,9 +20,10 @@ from runs_of_tiny import (
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import config, llama, qwen2, tokenizer
+from tiny import config, llama, prompts, qwen2, tokenizer
 from transformers import (
     BitsAndBytesConfig,
+    EarlyStoppingCallback,
     GenerationConfig,
     LlamaForSequenceClassification,
     TrainerCallback,
@@ -797,3 +798,22 @@ def test_record_of_a_critic_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "saved" / "ppo_state.json").write_text("{")
     with pytest.raises(ValueError, match=r"ppo_state.json` cannot be read"):
         trainer(tmp_path / "other", critic="side", critic_init=str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize(("delay", "warns"), [(0, True), (2, False)])
+def test_early_stopping_by_a_policy_that_waits_for_the_critic_draws_a_warning(
+    tmp_path, caplog, monkeypatch, delay, warns
+):
+    monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_reward"}
+    run = trainer(
+        tmp_path,
+        eval_dataset=prompts(4),
+        eval_delay=delay,
+        critic_kwargs={"warmup_steps": 2},
+        max_steps=4,
+        callbacks=[EarlyStoppingCallback(9)],
+        **evaluated,
+    )
+    run.train()
+    assert ("set `eval_delay=2`" in caplog.text) == warns

@@ -191,9 +191,14 @@ def _starting_config(model: Any, peft_config: Any, located: dict[str, Any]) -> A
             f"`init_lora_weights={initial!r}` changes the base, the reference; use True or "
             "'gaussian'."
         )
+    # its other initial weights are all random
+    is_c3a = getattr(peft_config, "peft_type", None) == "C3A"
     for name in ("init_weights", "init_ia3_weights"):
-        if getattr(peft_config, name, True) is False:
-            raise ValueError(f"`{name}=False` begins with another policy than the base; use True.")
+        initial = getattr(peft_config, name, True)
+        if initial is False or (is_c3a and initial is not True):
+            raise ValueError(
+                f"`{name}={initial!r}` begins with another policy than the base; use True."
+            )
     return peft_config
 
 

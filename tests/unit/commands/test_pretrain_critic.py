@@ -16,6 +16,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from runs_of_tiny import rollouts_of
 from tiny import config, length_reward, llama, prompts, tokenizer
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from trl_ppo_ext import PPOTrainer, RewardAdapter
 from trl_ppo_ext.commands import launch
@@ -396,6 +397,53 @@ def test_monitored_rewards_are_not_measured(tmp_path):
 
 
 # ---- pretrain_critic ----
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_reward"}
+
+
+def test_metric_of_the_frozen_policy_chooses_no_critic(tmp_path):
+    """It stays as it is, so the first evaluation would be the best one, and the last."""
+    saved = {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}
+    settings = config(tmp_path, max_steps=4, **EVALUATED, **saved)
+    stops = EarlyStoppingCallback(1)
+    trainer = PPOTrainer(
+        llama(),
+        length_reward,
+        settings,
+        prompts(),
+        prompts(4),
+        processing_class=tokenizer(),
+        callbacks=[stops],
+    )
+    weights = []
+    trainer.add_callback(AfterSteps(lambda: weights.append(critic_of(trainer))))
+    assert pretrain_critic(trainer)["steps"] == 4
+    assert all(torch.equal(x, y) for x, y in zip(critic_of(trainer), weights[-1]))
+    assert any(not torch.equal(x, y) for x, y in zip(critic_of(trainer), weights[0]))
+
+
+def critic_of(trainer):
+    return [x.detach().clone() for x in trainer.actor_critic.critic_parameters().values()]
+
+
+class AfterSteps(TrainerCallback):
+    """Calls a function after each optimizer step."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.call()
+
+
+def test_schedule_that_follows_the_frozen_policy_is_refused(tmp_path):
+    settings = config(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", **EVALUATED)
+    trainer = PPOTrainer(
+        llama(), length_reward, settings, prompts(), prompts(4), processing_class=tokenizer()
+    )
+    with pytest.raises(ValueError, match="'reduce_lr_on_plateau'` follows a metric of the policy"):
+        pretrain_critic(trainer)
 
 
 def test_run_without_critic_is_refused(tmp_path):

@@ -267,6 +267,10 @@ def test_base_of_another_trainer_is_refused_until_it_is_unloaded(tmp_path):
             ),
             "`init_ia3_weights=False` begins with another policy",
         ),
+        (
+            peft.C3AConfig(block_size=8, target_modules=["q_proj"]),
+            "`init_weights='xavier_uniform'` begins with another policy",
+        ),
         (peft.AdaLoraConfig(total_step=9, task_type="CAUSAL_LM"), "must not be AdaLoRA"),
         (LoraConfig(layer_replication=[[0, 2], [1, 2]]), "nor have `layer_replication`"),
     ],
@@ -275,6 +279,7 @@ def test_base_of_another_trainer_is_refused_until_it_is_unloaded(tmp_path):
         "activated",
         "changes base",
         "not the base",
+        "random circulants",
         "moving ranks",
         "layers twice",
     ],
