@@ -56,7 +56,7 @@ def main() -> None:
     """Run all stages."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    print("Six to nine minutes on two cores, after the installation; PPO shows its time left.")
+    print("Four to nine minutes on two cores, after the installation; PPO shows its time left.")
     with timed("SmolLM2-135M-Instruct, from the package index"):
         base = base_model()
     with timed(
