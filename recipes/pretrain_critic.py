@@ -34,7 +34,8 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
     """Train only the critic, on rollouts of the frozen policy, and save it.
 
     The policy stays frozen afterwards, and the trainer trains no more: build another one that
-    starts from the critic.
+    starts from the critic. Early stopping and `load_best_model_at_end` do not apply: they follow the
+    policy's metric, which stays as it is.
 
     Args:
         trainer ([`PPOTrainer`]): Trainer of the run, not trained yet.
@@ -44,11 +45,8 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
         `dict[str, float]`: `"explained_variance_before"` and `"explained_variance_after"`, on the
         same held-out rollouts against their Monte Carlo returns, and `"steps"`.
 
-    The run's early stopping and `load_best_model_at_end` do not apply: they follow the policy's
-    metric, which stays as it is.
-
     Raises:
-        `ValueError`: If there is no critic, or the schedule follows a metric.
+        `ValueError`: If there is no critic, or the schedule or what is saved follows a metric.
     """
     actor_critic = trainer.actor_critic
     if actor_critic.value_head is None:
@@ -56,15 +54,19 @@ def pretrain_critic(trainer: PPOTrainer, output_dir: str | None = None) -> dict[
             "`critic='none'` leaves nothing to pretrain; set `critic` to 'side', 'head' or "
             "'adapter'."
         )
-    if trainer.args.lr_scheduler_type in METRIC_SCHEDULES:
-        raise ValueError(
-            f"`lr_scheduler_type={trainer.args.lr_scheduler_type.value!r}` follows a metric of "
-            "the policy, which is frozen; set another one to pretrain the critic."
-        )
+    for name in ("lr_scheduler_type", "save_strategy"):
+        value = getattr(trainer.args, name)
+        if value in (*METRIC_SCHEDULES, "best"):
+            raise ValueError(
+                f"`{name}={value.value!r}` follows a metric of the policy, which is frozen; set "
+                "another one to pretrain the critic."
+            )
     if trainer.args.resume_from_checkpoint is None:
         check_earlier_run(str(trainer.args.output_dir))  # before anything is sampled
     trainer.args.load_best_model_at_end = False
-    trainer.remove_callback(EarlyStoppingCallback)
+    for callback in list(trainer.callback_handler.callbacks):
+        if isinstance(callback, EarlyStoppingCallback):
+            trainer.remove_callback(callback)
     for parameter in actor_critic.policy_parameters().values():
         parameter.requires_grad_(False)
     trainer.remove_callback(trainer.run_log)  # the folder holds a critic to publish, not a run

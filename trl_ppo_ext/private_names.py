@@ -48,6 +48,7 @@ PRIVATE_NAMES = [
         "_maybe_log_save_evaluate",
         "measured updates, and one log per rollout",
     ),
+    ("transformers:Trainer", "_evaluate", "a resumed run evaluates nothing twice"),
     ("transformers:Trainer", "_finalize_training", "the report at the end of a run"),
     ("transformers:Trainer", "_save_checkpoint", "sealed checkpoints with the critic"),
     (

@@ -28,12 +28,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.integrations import apply_liger_kernel
-from transformers.trainer_utils import (
-    EvalLoopOutput,
-    IntervalStrategy,
-    PredictionOutput,
-    SaveStrategy,
-)
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, SaveStrategy
 from transformers.utils import logging
 
 from . import distributed
@@ -979,13 +974,9 @@ class PPOTrainer(Trainer):
     def _train(self, checkpoint: str | None, *args, **kwargs) -> Any:
         """Run the Trainer's loop; after an error save a checkpoint of the last complete step."""
         began_with = self.run_state
-        self._warn_of_evaluations_in_warmup()
         # the Trainer would apply the kernels to the actor-critic, in vain
         uses_liger = self.args.use_liger_kernel
         self.args.use_liger_kernel = False
-        # what was evaluated at a checkpoint would count twice, e.g. for early stopping
-        evaluates_on_start = self.args.eval_on_start
-        self.args.eval_on_start = evaluates_on_start and checkpoint is None
         try:
             return super().train(checkpoint, *args, **kwargs)
         except FAILURES as error:  # a callback may call `sys.exit()`
@@ -998,23 +989,6 @@ class PPOTrainer(Trainer):
             raise
         finally:
             self.args.use_liger_kernel = uses_liger
-            self.args.eval_on_start = evaluates_on_start
-
-    def _warn_of_evaluations_in_warmup(self) -> None:
-        """Tell if early stopping or the schedule reads evaluations of a policy that waits for the
-        critic."""
-        warmup_steps = self.args.critic_options.warmup_steps
-        reads_metric = self._early_stops or self.args.lr_scheduler_type in METRIC_SCHEDULES
-        in_steps = self.args.eval_strategy == IntervalStrategy.STEPS
-        if reads_metric and in_steps and (self.args.eval_delay or 0) < warmup_steps:
-            logger.warning(
-                "Evaluations before step %d are of a policy that has not moved yet, since "
-                "`critic_kwargs['warmup_steps']` is %d, and early stopping or the schedule reads "
-                "them; set `eval_delay=%d`.",
-                warmup_steps,
-                warmup_steps,
-                warmup_steps,
-            )
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, checkpoint: Any
@@ -1084,9 +1058,31 @@ class PPOTrainer(Trainer):
                 self.control.should_save or self.args.save_strategy == SaveStrategy.BEST
             )
             self.control.should_save |= self.preempted
+            self._warn_of_evaluation_in_warmup()
             super()._maybe_log_save_evaluate(*args, **kwargs)
         complete = self.progress()
         self._last_complete = lambda: complete
+
+    def _evaluate(self, *args: Any, skip_scheduler: bool = False, **kwargs: Any) -> Any:
+        """Evaluate; a resumed run does not begin with it, since early stopping would count it."""
+        begins = skip_scheduler  # the Trainer passes it for `eval_on_start` only
+        if begins and self.state.global_step:
+            return {}
+        return super()._evaluate(*args, skip_scheduler=skip_scheduler, **kwargs)
+
+    def _warn_of_evaluation_in_warmup(self) -> None:
+        """Warn if early stopping or the schedule is to judge a policy that has not moved yet."""
+        warmup_steps = self.args.critic_options.warmup_steps
+        in_warmup = self.control.should_evaluate and self.state.global_step < warmup_steps
+        reads_metric = self._early_stops or self.args.lr_scheduler_type in METRIC_SCHEDULES
+        if in_warmup and reads_metric and self.is_world_process_zero():
+            logger.warning_once(
+                "Evaluations before step %d are of a policy that has not moved yet, since "
+                "`critic_kwargs['warmup_steps']` is %d, and early stopping or the schedule reads "
+                "them; raise `eval_delay`.",
+                warmup_steps,
+                warmup_steps,
+            )
 
     def _finalize_training(self, *args, **kwargs) -> Any:
         """Finalize training; keep the checkpoint of a signal, and skip a damaged best

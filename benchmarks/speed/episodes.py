@@ -8,9 +8,10 @@ each by itself, as with `vllm_mode="server"`, and with a sampler that waits for 
 episodes. The simulated server takes 10 ms per token of a request, however many there are; it needs
 the environment of `make test`.
 
-Without `--simulated`, `vllm serve` samples on a CPU from a tiny Llama, or from `--base` in bfloat16;
+Without `--simulated`, `vllm serve` samples in bfloat16 on a CPU, from a tiny Llama or from `--base`;
 that needs `make test-vllm`, and its environment. The adapter is one of `o_proj`: on a CPU, vLLM
-copies the weights of an adapter for each token. The server has a core of its own. Only prints.
+copies the weights of an adapter for each token. The server has a core of its own, if there are two.
+Only prints.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def rate(sampler: TurnSampler, options: argparse.Namespace, *case: Any) -> float
 
 
 @contextmanager
-def simulated(base: str) -> Iterator[str]:
+def simulated(base: str, log: str) -> Iterator[str]:
     """Address of a server that samples every request as if it were the only one."""
     from fake_vllm import FakeVLLM
 
@@ -114,7 +115,7 @@ def simulated(base: str) -> Iterator[str]:
 
 
 @contextmanager
-def real(base: str) -> Iterator[str]:
+def real(base: str, log: str) -> Iterator[str]:
     """Address of `vllm serve` on the first core, while this process has the others."""
     from vllm_servers import served
 
@@ -122,7 +123,7 @@ def real(base: str) -> Iterator[str]:
     os.sched_setaffinity(0, [first])  # processes that it starts inherit it
     lora = ("--enable-lora", "--max-lora-rank", str(LORA["r"]), "--lora-target-modules", "o_proj")
     limits = ("--dtype", "bfloat16", "--max-num-seqs", "256", "--max-model-len", "2048")
-    with served(base, f"{base}-log", (*lora, *limits)) as server:
+    with served(base, log, (*lora, *limits)) as server:
         os.sched_setaffinity(0, others or [first])
         yield server.url
 
@@ -168,7 +169,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = options.base or save_base(folder)
         save_adapter(base, Path(folder, ADAPTER))
-        with (simulated if options.simulated else real)(base) as url:
+        with (simulated if options.simulated else real)(base, f"{folder}/log") as url:
             settings = {"temperature": 1.0, "logprobs": 0, "ignore_eos": True}
             server = VLLMServer(url, 240.0, base, settings, rank=LORA["r"])
             server.load(ADAPTER, Path(folder, ADAPTER))
@@ -178,7 +179,8 @@ def main() -> None:
                 f"a step: {1000 * of_one:.0f} ms with one request, {1000 * of_all:.0f} ms with "
                 f"{options.episodes}"
             )
-            mean_seconds = of_all * options.tokens
+            seconds = SECONDS_PER_TOKEN if options.simulated else of_all
+            mean_seconds = seconds * options.tokens
             for numbers in options.cases:
                 sigma, share = map(float, numbers.split(","))
                 tool = share * mean_seconds

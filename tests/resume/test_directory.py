@@ -262,7 +262,6 @@ def test_first_evaluation_is_not_repeated_by_a_resumed_run(tmp_path):
     assert evaluated[0] == evaluated[1] and evaluated[0][0] == 0
     (first,) = counted._early_stops
     assert stops.early_stopping_patience_counter == first.early_stopping_patience_counter
-    assert again.args.eval_on_start
 
 
 def test_run_that_was_stopped_early_goes_on_with_another_metric(tmp_path):

@@ -800,20 +800,30 @@ def test_record_of_a_critic_that_cannot_be_read_is_named(tmp_path):
         trainer(tmp_path / "other", critic="side", critic_init=str(tmp_path / "saved"))
 
 
-@pytest.mark.parametrize(("delay", "warns"), [(0, True), (2, False)])
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"eval_steps": 1}, True),
+        ({"eval_steps": 1, "lr_scheduler_type": "reduce_lr_on_plateau"}, True),
+        ({"eval_steps": 1, "eval_delay": 2}, False),
+        ({"eval_steps": 3}, False),
+    ],
+)
 def test_early_stopping_by_a_policy_that_waits_for_the_critic_draws_a_warning(
-    tmp_path, caplog, monkeypatch, delay, warns
+    tmp_path, caplog, monkeypatch, settings, warns
 ):
     monkeypatch.setattr(logging.get_logger("trl_ppo_ext"), "propagate", True)
-    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_reward"}
+    logging.get_logger("trl_ppo_ext").warning_once.cache_clear()
+    follows = "lr_scheduler_type" in settings
     run = trainer(
         tmp_path,
         eval_dataset=prompts(4),
-        eval_delay=delay,
+        eval_strategy="steps",
+        metric_for_best_model="eval_reward",
         critic_kwargs={"warmup_steps": 2},
         max_steps=4,
-        callbacks=[EarlyStoppingCallback(9)],
-        **evaluated,
+        callbacks=[] if follows else [EarlyStoppingCallback(9)],
+        **settings,
     )
     run.train()
-    assert ("set `eval_delay=2`" in caplog.text) == warns
+    assert ("a policy that has not moved yet" in caplog.text) == warns

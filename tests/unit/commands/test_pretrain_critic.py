@@ -406,7 +406,7 @@ def test_metric_of_the_frozen_policy_chooses_no_critic(tmp_path):
     """It stays as it is, so the first evaluation would be the best one, and the last."""
     saved = {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}
     settings = config(tmp_path, max_steps=4, **EVALUATED, **saved)
-    stops = EarlyStoppingCallback(1)
+    stops = [EarlyStoppingCallback(1), EarlyStoppingCallback(2)]
     trainer = PPOTrainer(
         llama(),
         length_reward,
@@ -414,7 +414,7 @@ def test_metric_of_the_frozen_policy_chooses_no_critic(tmp_path):
         prompts(),
         prompts(4),
         processing_class=tokenizer(),
-        callbacks=[stops],
+        callbacks=stops,
     )
     weights = []
     trainer.add_callback(AfterSteps(lambda: weights.append(critic_of(trainer))))
@@ -437,12 +437,15 @@ class AfterSteps(TrainerCallback):
         self.call()
 
 
-def test_schedule_that_follows_the_frozen_policy_is_refused(tmp_path):
-    settings = config(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", **EVALUATED)
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr_scheduler_type", "reduce_lr_on_plateau"), ("save_strategy", "best")]
+)
+def test_what_follows_the_frozen_policy_is_refused(tmp_path, name, value):
+    settings = config(tmp_path, **EVALUATED | {name: value})
     trainer = PPOTrainer(
         llama(), length_reward, settings, prompts(), prompts(4), processing_class=tokenizer()
     )
-    with pytest.raises(ValueError, match="'reduce_lr_on_plateau'` follows a metric of the policy"):
+    with pytest.raises(ValueError, match=f"`{name}='{value}'` follows a metric of the policy"):
         pretrain_critic(trainer)
 
 
